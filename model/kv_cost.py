@@ -1,0 +1,55 @@
+"""KV-cache layout and bytes by arithmetic: the same code predicts a cost, sizes the pool and explains it.
+
+Knows no tensors: imports neither torch nor numpy, so that a plan is printed in milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+SCRATCH_PAGES = 1
+"""Page 0 of every group takes the writes of padding rows and is never given out."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that keep the same tokens in the same shape: they share page ids.
+
+    window: tokens a layer can see (itself included), None for all. scale_bytes: of each token and head, per tensor
+    (a quantised cache stores one fp32 scale beside each key and each value).
+    """
+
+    layers: tuple[int, ...]
+    window: int | None
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    scale_bytes: int = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers of the group: 2 (k, v) * layers * kv_heads * (head_dim * dtype + scale)."""
+        return 2 * len(self.layers) * self.kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + self.scale_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """How a model's cache is cut into pages: page_size tokens, one pool and one set of page ids per group."""
+
+    page_size: int
+    groups: tuple[KVGroup, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(group.token_bytes for group in self.groups)
+
+    def page_bytes(self, group: int) -> int:
+        return self.groups[group].token_bytes * self.page_size
+
+    def pool_bytes(self, num_pages: tuple[int, ...]) -> int:
+        """Bytes allocated for num_pages (scratch included) in each group."""
+        return sum(count * self.page_bytes(index) for index, count in enumerate(num_pages))
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)

@@ -1,0 +1,287 @@
+"""The whole vocabulary between the HTTP process and the engine process: frozen dataclasses of plain data.
+
+Token ids only: nothing here knows text, tensors or HTTP. Everything pickles and stays importable without torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+AbortReason = Literal["client", "stop_string", "timeout", "queue_timeout", "slow_reader", "drain"]
+SubmitKind = Literal["generate", "embed", "score"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request turns logits into tokens. Every field is already validated and in token ids.
+
+    temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
+    logprobs None is off, 0 reports the chosen token alone, k adds the k best; same for prompt_logprobs.
+    stop_token_ids holds every id that ends the output (EOS included unless ignore_eos was asked for).
+    seed is always set: who has none draws one at the edge, so that the engine stays a function of messages.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """A constraint on the output: kind is json_schema, json_object, regex, choice, grammar or structural_tag."""
+
+    kind: str
+    text: str
+
+
+# ---- HTTP process -> engine -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """One request. tokens: the prompt as int32 bytes (native order); lower priority values run first."""
+
+    id: str
+    tokens: bytes
+    params: SamplingParams
+    tenant: str = ""
+    priority: int = 0
+    kind: SubmitKind = "generate"
+    grammar: GrammarSpec | None = None
+    cache_salt: str = ""
+
+    @staticmethod
+    def pack(token_ids: list[int]) -> bytes:
+        return array("i", token_ids).tobytes()
+
+    def token_ids(self) -> list[int]:
+        return array("i", self.tokens).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End these requests now. Unknown ids are ignored: the output may have crossed this message on the pipe."""
+
+    ids: tuple[str, ...]
+    reason: AbortReason = "client"
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Ask the engine for a view of its state between two steps (kind: kv_summary, kv_requests, kv_pages, ...)."""
+
+    id: int
+    kind: str
+    arg: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Finish what runs within `deadline` seconds (0: drop it), then end the process."""
+
+    deadline: float = 0.0
+
+
+ToEngine = Submit | Abort | Query | Shutdown
+
+
+# ---- engine -> HTTP process -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural, of the unmodified logits) of one token and of the best alternatives, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Seconds spent by one request, measured in the engine: waiting, in prefill, in decode."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUsage:
+    """What one request cost, known at its end. cached_tokens: prompt tokens read from the prefix cache."""
+
+    cached_tokens: int = 0
+    preemptions: int = 0
+    peak_pages: int = 0
+    kv_peak_bytes: int = 0
+    kv_byte_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one step brought for one choice of one request.
+
+    tokens: the new ids in order (a stop token is included, its text is not shown). finish is None while it runs.
+    stop_token: the id that ended it, if one did. error: what to tell the client when finish is "error".
+    cached_tokens is set on the first row of the choice; usage and times on the last.
+    """
+
+    id: str
+    choice: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    error: str | None = None
+    cached_tokens: int | None = None
+    usage: RequestUsage | None = None
+    times: RequestTimes | None = None
+    embedding: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters (since start, only rising) and gauges (now) after a step. Page counts leave out scratch pages.
+
+    active + cached + free = pages of all groups. slots_used counts tokens held by active pages,
+    slots_allocated = active pages * page_size.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_active: int = 0
+    pages_cached: int = 0
+    pages_free: int = 0
+    slots_used: int = 0
+    slots_allocated: int = 0
+    shared_bytes_saved: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    nan_rows: int = 0
+    active_byte_ns: int = 0
+    cached_byte_ns: int = 0
+    step_tokens: int = 0
+    step_seconds: float = 0.0
+    rss_bytes: int = 0
+    resident_kv_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Start-up news: phase is one of convert, load, allocate, warm_up."""
+
+    phase: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts that hold for the life of the engine. Bytes of the pool: predicted by arithmetic, then allocated."""
+
+    vocab_size: int
+    max_model_len: int
+    device: str
+    dtype: str
+    kv_dtype: str
+    backend: str
+    threads: int
+    batch_invariant: bool
+    page_size: int
+    num_pages: tuple[int, ...]
+    page_bytes: tuple[int, ...]
+    kv_bytes_predicted: int
+    kv_bytes_allocated: int
+    kv_bytes_resident: int
+    weights_bytes: int
+    workspace_bytes: int
+    rss_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefix_caching: bool
+    pid: int
+    phases: tuple[tuple[str, float], ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine can serve."""
+
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One message a step: everything that happened in it."""
+
+    rows: tuple[Row, ...]
+    stats: EngineStats = field(default_factory=EngineStats)
+    kv_delta: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Reply to a Query. error is set when the question could not be answered."""
+
+    id: int
+    value: object = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """The engine ends: text is one line for the operator (what failed and what to do)."""
+
+    text: str
+    detail: str = ""
+
+
+FromEngine = Progress | Ready | StepOutput | Answer | Crashed
+
+
+# ---- handed over at spawn ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything the engine process is told when it starts. model: a canonical folder."""
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: str | None = None
+    page_size: int = 16
+    kv_cache_memory: int | None = None
+    kv_cache_dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_queue: int = 256
+    threads: int | None = None
+    batch_invariant: bool = False
+    prefix_caching: bool = True
+    tensor_parallel_size: int = 1
