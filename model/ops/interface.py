@@ -2,7 +2,8 @@
 
 Nothing here knows a model or a request. One rule binds every implementation: a row's result depends on that row alone
 (not on the number of rows, their order, threads, or how a prompt was cut into chunks).
-Legend: T tokens, Hq query heads, Hkv key/value heads, d head_dim, n rotary width, K in, N out, B sequences, R rows, V vocabulary.
+Legend: T tokens, Hq query heads, Hkv key/value heads, d head_dim, n rotary width, K in, N out, B sequences, R rows,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Ops(Protocol):
         slots: Tensor,  # [T]
         kv: LayerKV,
     ) -> Tensor:
-        """Rotate q and k (split-half pairs over the first n of d), write k and v to their slots; returns q [T, Hq, d]."""
+        """Rotate q and k (split-half pairs over the first n of d), write k and v to their slots; q [T, Hq, d]."""
         ...
 
     def attention(self, q: Tensor, kv: LayerKV, tables: AttentionTables, scale: float, window: int | None) -> Tensor:
