@@ -5,7 +5,7 @@ Knows no tensors: imports neither torch nor numpy, so that a plan is printed in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 SCRATCH_PAGES = 1
@@ -32,6 +32,26 @@ class KVGroup:
         """Bytes of one token in all layers of the group: 2 (k, v) * layers * kv_heads * (head_dim * dtype + scale)."""
         return 2 * len(self.layers) * self.kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + self.scale_bytes)
 
+    def pages_at(self, context: int, page_size: int) -> int:
+        """Pages of one sequence while its context-th token is computed. Those behind the window are free."""
+        first = 0 if self.window is None else max(0, context - self.window)
+        return (context - 1) // page_size - first // page_size + 1
+
+    def peak_pages(self, context: int, page_size: int, chunk: int = 1) -> int:
+        """The most pages that one sequence holds on its way to context, computed at most `chunk` tokens a step.
+
+        A step of n tokens needs window - 1 + n, which may begin on the last token of a page.
+        """
+        whole = -(-context // page_size)
+        if self.window is None:
+            return whole
+        span = self.window - 1 + chunk
+        return min(whole, 1 if span == 1 else (span - 2) // page_size + 2)
+
+    def shard(self, ranks: int) -> KVGroup:
+        """What one of `ranks` tensor-parallel ranks holds: heads are divided; with fewer heads than ranks, copied."""
+        return replace(self, kv_heads=max(1, self.kv_heads // ranks))
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
@@ -53,3 +73,18 @@ class KVLayout:
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+    def pages_at(self, context: int) -> tuple[int, ...]:
+        """Per group: pages of one sequence whose last token, the context-th, is being computed."""
+        return tuple(group.pages_at(context, self.page_size) for group in self.groups)
+
+    def peak_pages(self, context: int, chunk: int = 1) -> tuple[int, ...]:
+        """Per group: the most pages that one sequence holds on its way to context, at most `chunk` tokens a step."""
+        return tuple(group.peak_pages(context, self.page_size, chunk) for group in self.groups)
+
+    def shard(self, ranks: int) -> KVLayout:
+        """The layout of one tensor-parallel rank. ValueError if heads and ranks do not divide each other."""
+        for group in self.groups:
+            if group.kv_heads % ranks and ranks % group.kv_heads:
+                raise ValueError(f"{group.kv_heads} KV heads cannot be shared evenly by {ranks} tensor-parallel ranks")
+        return replace(self, groups=tuple(group.shard(ranks) for group in self.groups))
