@@ -1,0 +1,259 @@
+"""The command line of the load generator, and what its words mean.
+
+Knows nothing about running; wrong usage ends with argparse's exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from server.loadtest.arrivals import Arrivals, parse_shape
+from server.loadtest.lengths import FORMS, parse_length
+from server.loadtest.slo import MLPERF, parse_duration, parse_slo
+from server.loadtest.workload import SharedPrefix
+
+T = TypeVar("T")
+EPILOG = """examples:
+  ropeway bench http://127.0.0.1:8000 --concurrency 1,8,32
+  ropeway bench URL --rate 2,4,8 --duration 30s --slo ttft=500ms,tpot=50ms
+  ropeway bench URL --rate 1:20 --duration 2m              a ramp
+  ropeway bench URL --find-capacity --slo mlperf:llama3.1-8b
+  ropeway bench --compare ours=URL1 vllm=URL2 --concurrency 8 --repeat 5 --html report.html
+exit code: 0 measured, 1 refused, failed or limited by this client, 2 wrong usage"""
+
+
+def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """The parser, with its ValueError shown by argparse as it is."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def positive(text: str) -> int:
+    value = int(text) if text.strip().isdigit() else 0
+    if value < 1:
+        raise ValueError(f"{text!r}: expected a whole number from 1 up")
+    return value
+
+
+def parse_users(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def parse_rates(text: str) -> list[tuple[float, float]]:
+    """`2,4` are two constant rates, `1:20` a ramp; requests per second."""
+    return [_rate(part) for part in text.split(",")]
+
+
+def _rate(text: str) -> tuple[float, float]:
+    first, colon, second = text.partition(":")
+    try:
+        start, stop = float(first), float(second if colon else first)
+    except ValueError:
+        start = stop = -1.0
+    if start < 0 or stop < 0 or start + stop <= 0 or start + stop == float("inf"):
+        raise ValueError(f"rate {text!r}: expected requests per second above 0, or FROM:TO for a ramp")
+    return start, stop
+
+
+def parse_shared(text: str) -> SharedPrefix:
+    """`groups=4,len=512,zipf=1.0`."""
+    try:
+        given = dict(part.split("=") for part in text.split(","))
+        prefix = SharedPrefix(int(given.pop("groups")), int(given.pop("len")), float(given.pop("zipf", 0)))
+    except (KeyError, ValueError):
+        given, prefix = {"": ""}, SharedPrefix(0, 0)
+    if given or prefix.groups < 1 or prefix.length < 1:
+        raise ValueError(f"shared prefix {text!r}: expected groups=N,len=TOKENS and optionally ,zipf=EXPONENT")
+    return prefix
+
+
+def parse_named(text: str) -> tuple[str, str]:
+    name, equals, url = text.partition("=")
+    if not equals or not name or not url.startswith("http"):
+        raise ValueError(f"{text!r}: expected NAME=http://host:port")
+    return name, url
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{text!r}: expected a JSON object")
+    return value
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="ropeway bench",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Measure any OpenAI-compatible server. Lengths are the server's own counts.",
+    )
+    made.add_argument("url", nargs="?", help="address of the server, e.g. http://127.0.0.1:8000")
+    _add_load(made.add_argument_group("load"))
+    _add_work(made.add_argument_group("what is sent"))
+    _add_judgement(made.add_argument_group("judgement"))
+    _add_output(made.add_argument_group("output"))
+    return made
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--concurrency", type=checked(parse_users), metavar="N,...", help="closed loop with N users (default 1,8)")
+    add("--rate", type=checked(parse_rates), metavar="R,...", help="open loop at R requests per second; FROM:TO ramps")
+    add(
+        "--arrivals",
+        type=checked(parse_shape),
+        default=1.0,
+        metavar="SHAPE",
+        help="poisson (default), constant or gamma:SHAPE (below 1 burstier, above 1 smoother)",
+    )
+    add("--trace", type=Path, metavar="FILE", help="replay a trace: own JSONL or Mooncake's")
+    add("--speedup", type=float, default=1.0, help="play a trace this many times as fast")
+    add("--find-capacity", action="store_true", help="the highest rate that still attains --slo")
+    add("--sweep", action="store_true", help="one user, then many, then rates between the two throughputs")
+    add("--compare", nargs="+", type=checked(parse_named), metavar="NAME=URL", help="interleave runs against each")
+    add("--repeat", type=checked(positive), default=1, metavar="N", help="runs of each point (default 1)")
+    add("--num-requests", type=checked(positive), metavar="N", help="requests (conversations) in a run")
+    add("--duration", type=checked(parse_duration), metavar="TIME", help="length of a run, e.g. 30s")
+    add("--warmup", type=int, default=1, metavar="N", help="unmeasured requests before each run (default 1)")
+    add("--timeout", type=checked(parse_duration), default=600.0, metavar="TIME", help="of one request (default 10m)")
+    add("--max-in-flight", type=checked(positive), default=4096, help="open loop: streams at once (default 4096)")
+    add(
+        "--max-lag",
+        type=checked(parse_duration),
+        default=0.010,
+        metavar="TIME",
+        help="p99 lag of this client above which a run is flagged (default 10ms)",
+    )
+
+
+def _add_work(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--model", help="default: the first of /v1/models")
+    add("--api", choices=("completions", "chat"), help="endpoint (default completions; chat for several turns)")
+    add("--api-key", help="sent as a bearer token")
+    add("--prompts", default="words", metavar="SOURCE", help="words (default), ids, or a file: text or .jsonl")
+    add("--token-ids", type=checked(_id_range), default=(1000, 30000), metavar="LOW:HIGH", help="for --prompts ids")
+    add(
+        "--input-len",
+        type=checked(parse_length),
+        default=parse_length("128"),
+        metavar="LENGTH",
+        help=f"tokens: {FORMS}",
+    )
+    add(
+        "--output-len",
+        type=checked(parse_length),
+        default=parse_length("64"),
+        metavar="LENGTH",
+        help="tokens, same forms",
+    )
+    add("--shared-prefix", type=checked(parse_shared), metavar="groups=G,len=N", help="prefixes shared by requests")
+    add("--turns", type=checked(positive), default=1, metavar="N", help="turns of a conversation")
+    add("--think", type=checked(parse_duration), default=0.0, metavar="TIME", help="pause before each later turn")
+    add(
+        "--cache",
+        choices=("cold", "warm", "as-is"),
+        default="cold",
+        help="prefix cache: cold = prompts never sent before, warm = a pool of prompts sent before the run",
+    )
+    add("--distinct", type=checked(positive), default=16, metavar="N", help="prompts of a warm cache (default 16)")
+    add("--seed", type=int, default=0)
+    add("--stop-early", action="store_true", help="let the model end before --output-len (no ignore_eos)")
+    add("--extra-body", type=checked(parse_object), default={}, metavar="JSON", help="merged into every request")
+
+
+def _id_range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    if not low.isdigit() or not high.isdigit() or int(low) >= int(high):
+        raise ValueError(f"{text!r}: expected LOW:HIGH with LOW below HIGH")
+    return int(low), int(high)
+
+
+def _add_judgement(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--slo",
+        type=checked(parse_slo),
+        metavar="ttft=200ms,tpot=50ms",
+        help=f"also e2e=, or mlperf:{'|'.join(MLPERF)}",
+    )
+    add("--attain", type=float, default=0.95, help="share of requests that must meet the SLO (default 0.95)")
+    add("--start-rate", type=float, default=1.0, help="where --find-capacity begins, requests per second")
+    add("--probe", type=checked(parse_duration), default=15.0, metavar="TIME", help="shortest probe of --find-capacity")
+    add(
+        "--budget", type=checked(parse_duration), default=600.0, metavar="TIME", help="of --find-capacity (default 10m)"
+    )
+    add("--kv-bytes-per-token", type=float, metavar="N", help="for servers whose /metrics has blocks but not bytes")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--json", type=Path, metavar="FILE", help="everything, as JSON (- for standard output instead of the tables)")
+    add("--csv", type=Path, metavar="FILE", help="one row for each run")
+    add("--markdown", type=Path, metavar="FILE", help="the tables")
+    add("--html", type=Path, metavar="FILE", help="one self-contained report with charts")
+    add("--plots", type=Path, metavar="FOLDER", help="PNG charts (needs the plot extra)")
+    add("--requests", type=Path, metavar="FILE", help="a JSON line for every request, written as they end")
+    add("--save-trace", type=Path, metavar="FILE", help="write the open-loop schedule and its prompts for --trace")
+    add("--quiet", action="store_true", help="no progress line")
+
+
+def arrivals_of(options: argparse.Namespace, rates: tuple[float, float]) -> Arrivals:
+    return Arrivals(*rates, shape=options.arrivals)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options, with combinations that make no sense refused."""
+    made = parser()
+    options = made.parse_args(argv)
+    for wrong, message in _contradictions(options):
+        if wrong:
+            made.error(message)
+    options.concurrency = options.concurrency or ([1, 8] if not (options.rate or options.trace) else [])
+    options.api = options.api or ("chat" if options.turns > 1 else "completions")
+    return options
+
+
+def _contradictions(options: argparse.Namespace) -> list[tuple[bool, str]]:
+    modes = [bool(options.trace), options.find_capacity, options.sweep, bool(options.concurrency or options.rate)]
+    names = [name for name, _ in options.compare or []]
+    return [
+        (not options.url and not options.compare, "name a server: ropeway bench URL (or --compare NAME=URL ...)"),
+        (bool(options.url and options.compare), "give either URL or --compare NAME=URL ..., not both"),
+        (len(set(names)) < len(names), "--compare: each server needs a name of its own"),
+        (options.compare is not None and len(names) < 2, "--compare needs at least two servers"),
+        (
+            options.compare is not None and (options.find_capacity or options.sweep),
+            "--compare works on --concurrency, --rate or --trace",
+        ),
+        (sum(modes) > 1, "choose one of --trace, --find-capacity, --sweep, or points (--concurrency, --rate)"),
+        (options.find_capacity and not options.slo, "--find-capacity needs --slo, e.g. --slo ttft=500ms,tpot=50ms"),
+        (
+            options.num_requests is not None and options.duration is not None and not options.rate,
+            "give either --num-requests or --duration",
+        ),
+        (options.duration == 0, "--duration must be above 0"),
+        (
+            options.prompts == "ids" and (options.api == "chat" or options.turns > 1),
+            "--prompts ids needs --api completions",
+        ),
+        (options.turns > 1 and options.api == "completions", "several turns need --api chat"),
+        (
+            options.cache == "warm" and (options.trace or options.turns > 1),
+            "--cache warm needs single-turn synthetic prompts",
+        ),
+        (not 0 < options.attain < 1, "--attain must lie between 0 and 1"),
+        (options.speedup <= 0 or options.start_rate <= 0, "--speedup and --start-rate must be above 0"),
+        (options.save_trace is not None and not options.rate, "--save-trace records open-loop runs (--rate)"),
+    ]
