@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from model.config import ModelConfig
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 SCRATCH_PAGES = 1
 """Page 0 of every group takes the writes of padding rows and is never given out."""
@@ -88,3 +90,39 @@ class KVLayout:
             if group.kv_heads % ranks and ranks % group.kv_heads:
                 raise ValueError(f"{group.kv_heads} KV heads cannot be shared evenly by {ranks} tensor-parallel ranks")
         return replace(self, groups=tuple(group.shard(ranks) for group in self.groups))
+
+
+def layout_for(config: ModelConfig, page_size: int, kv_dtype: str) -> KVLayout:
+    """Group the layers of a model by what they keep (window, heads, dtype), in order of their first layer."""
+    assert kv_dtype in DTYPE_BYTES, kv_dtype
+    layers: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(config.windows):
+        layers.setdefault(window, []).append(layer)
+    groups = [
+        KVGroup(tuple(members), window, config.num_kv_heads, config.head_dim, kv_dtype)
+        for window, members in layers.items()
+    ]
+    return KVLayout(page_size, tuple(groups))
+
+
+def pages_in_budget(layout: KVLayout, budget: int, max_model_len: int, chunk: int = 1) -> tuple[int, ...]:
+    """Pages per group (scratch included) that fit in budget bytes, in the proportion that a full sequence uses.
+
+    A budget below one scratch page per group gives scratch pages alone; the caller compares with what it needs.
+    """
+    needs = layout.peak_pages(max_model_len, chunk)
+    sequence_bytes = sum(need * layout.page_bytes(group) for group, need in enumerate(needs))
+    usable = max(0, budget - layout.pool_bytes((SCRATCH_PAGES,) * len(needs)))
+    return tuple(SCRATCH_PAGES + usable * need // sequence_bytes for need in needs)
+
+
+def pages_for_sequences(layout: KVLayout, num_seqs: int, max_model_len: int, chunk: int = 1) -> tuple[int, ...]:
+    """Pages per group (scratch included) with which num_seqs sequences of max_model_len tokens never wait."""
+    return tuple(SCRATCH_PAGES + num_seqs * need for need in layout.peak_pages(max_model_len, chunk))
+
+
+def capacity_tokens(layout: KVLayout, num_pages: tuple[int, ...]) -> int:
+    """Tokens that the pool can keep: of the groups without a window where there are any, else of all."""
+    counts = list(zip(layout.groups, num_pages, strict=True))
+    whole = [count for group, count in counts if group.window is None] or [count for _, count in counts]
+    return (min(whole) - SCRATCH_PAGES) * layout.page_size

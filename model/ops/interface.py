@@ -52,6 +52,10 @@ class PackedLinear(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def shares(self, tensor: Tensor) -> bool:
+        """Whether this reads the very memory of tensor (a tied head may), so that its bytes must not count twice."""
+        ...
+
 
 class Ops(Protocol):
     """The operations. Inputs are contiguous unless said otherwise; outputs are new tensors."""

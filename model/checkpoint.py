@@ -1,0 +1,133 @@
+"""The tensors of a Hugging Face folder, read one at a time, every file checked before the first is read.
+
+Knows no model: names, shapes and bytes. A file that is shorter than its header promises is refused here, because a
+short file that is memory-mapped reads as zeros.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+HARMLESS = ".rotary_emb.inv_freq"
+
+
+class WeightsError(ValueError):
+    """A checkpoint that cannot be loaded: the message names the file and the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor is and what its header says."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """entries: every tensor of the folder. Each must be taken once before finish() is satisfied."""
+
+    folder: Path
+    entries: dict[str, Entry]
+    taken: set[str] = field(default_factory=set)
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Read and check the headers of all files. Raises WeightsError."""
+        index = folder / INDEX
+        placed = _weight_map(index) if index.exists() else {}
+        files = sorted({folder / name for name in placed.values()} or folder.glob("*.safetensors"))
+        if not files:
+            raise WeightsError(f"{folder} holds no *.safetensors file")
+        entries: dict[str, Entry] = {}
+        for path in files:
+            for name, entry in _read_header(path).items():
+                if name in entries:
+                    raise WeightsError(f"tensor {name} is both in {entries[name].path.name} and in {path.name}")
+                entries[name] = entry
+        for name, file in placed.items():
+            if name not in entries or entries[name].path.name != file:
+                raise WeightsError(f"{INDEX} places tensor {name} in {file}, which does not hold it")
+        return cls(folder, entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """A copy of one tensor, converted. Raises WeightsError if it is missing, misshapen or not finite."""
+        entry = self.entries.get(name)
+        if entry is None:
+            raise WeightsError(f"{self.folder} lacks tensor {name} {list(shape)}")
+        where = f"{entry.path.name}: tensor {name}"
+        if entry.shape != shape:
+            raise WeightsError(f"{where} has shape {list(entry.shape)}, config.json asks for {list(shape)}")
+        if entry.dtype not in FLOATS:
+            raise WeightsError(f"{where} is {entry.dtype}, expected one of {', '.join(FLOATS)}")
+        try:
+            with safe_open(entry.path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name).to(dtype=dtype, copy=True)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{where} cannot be read: {error}") from None
+        if not tensor.isfinite().all():
+            raise WeightsError(f"{where} holds NaN or infinity as {str(dtype).removeprefix('torch.')}")
+        self.taken.add(name)
+        return tensor.to(device)
+
+    def finish(self) -> None:
+        """Raise WeightsError if a tensor was not used: a checkpoint with more in it is another model."""
+        left = [name for name in self.entries if name not in self.taken and not name.endswith(HARMLESS)]
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            files = ", ".join(sorted({self.entries[name].path.name for name in left}))
+            raise WeightsError(f"{files}: the model has no use for tensor {', '.join(left[:3])}{more}")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        placed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{path} is not an index of safetensors files: {error!r}") from None
+    for name, file in placed.items():
+        if Path(file).name != file:
+            raise WeightsError(f"{path.name} places tensor {name} outside the folder: {file}")
+        if not (path.parent / file).exists():
+            raise WeightsError(f"{path.name} names {file}, which is missing from {path.parent}")
+    return dict(placed)
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    """The header of a safetensors file: 8 bytes of length, JSON, then exactly the bytes it promises."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise WeightsError(f"{path.name} is cut short: {size} bytes do not hold its header")
+        try:
+            header = json.loads(file.read(length))
+            entries = {name: _entry(path, item) for name, item in header.items() if name != "__metadata__"}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightsError(f"{path.name} has a broken safetensors header: {error!r}") from None
+    promised = 8 + length + sum(entry.nbytes for entry in entries.values())
+    if size != promised:
+        raise WeightsError(f"{path.name} has {size} bytes, its header promises {promised}: copy the file again")
+    return entries
+
+
+def _entry(path: Path, item: dict[str, Any]) -> Entry:
+    begin, end = item["data_offsets"]
+    return Entry(path, item["dtype"], tuple(item["shape"]), end - begin)

@@ -1,0 +1,137 @@
+"""Every operation in plain torch: the oracle of the other backends, and what serves where there is no faster one.
+
+Knows no device and no model. A row's result depends on that row alone, bit for bit; on a CPU that takes some care:
+matrix products see a multiple of 4 rows (fewer take another path in the library), and silu is spelled with exp, which
+rounds alike in vector lanes and scalar tails where torch's own silu and sigmoid do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model.batch import SampleBatch, Sampled
+from model.ops.interface import AttentionTables, LayerKV, PackedLinear
+from model.ops.reference_attention import paged_attention
+from model.ops.reference_sampling import sample
+
+ROW_MULTIPLE = 4
+HEAD_BLOCK = 4096
+"""Rows of a half-precision weight that are widened at a time where fp32 output is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLinear:
+    """Weights as they came."""
+
+    weight: Tensor  # [N, K]
+    bias: Tensor | None  # [N]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def shares(self, tensor: Tensor) -> bool:
+        return self.weight is tensor
+
+
+class ReferenceOps:
+    """The Ops protocol; see model/ops/interface.py for the meaning of every operation."""
+
+    name = "reference"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> ReferenceLinear:
+        if quantization is not None:
+            raise ValueError(f"quantization {quantization!r} needs native kernels; the reference operations have none")
+        return ReferenceLinear(weight, bias)
+
+    def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        assert isinstance(packed, ReferenceLinear)
+        rows = x.shape[0]
+        x = F.pad(x, (0, 0, 0, -rows % ROW_MULTIPLE))
+        if out_dtype is None or out_dtype == x.dtype:
+            return F.linear(x, packed.weight, packed.bias)[:rows]
+        return _widened_linear(x, packed, out_dtype)[:rows]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        return rms_norm(total, weight, eps), total
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        norm_eps: float,
+        cos_sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: LayerKV,
+    ) -> Tensor:
+        kv_heads, head_dim = kv.k.shape[1], kv.k.shape[3]
+        heads = qkv.view(qkv.shape[0], -1, head_dim)  # [T, Hq + 2 Hkv, d]
+        q, k, v = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        if q_norm is not None and k_norm is not None:
+            q, k = rms_norm(q, q_norm, norm_eps), rms_norm(k, k_norm, norm_eps)
+        rows = cos_sin.index_select(0, positions).unsqueeze(1)  # [T, 1, n]
+        _write(kv.k, slots, rotate(k, rows))
+        _write(kv.v, slots, v)
+        return rotate(q, rows)
+
+    def attention(self, q: Tensor, kv: LayerKV, tables: AttentionTables, scale: float, window: int | None) -> Tensor:
+        return paged_attention(q, kv, tables, scale, window)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+    def copy_pages(self, kv: LayerKV, src: Tensor, dst: Tensor) -> None:
+        kv.k[dst] = kv.k[src]
+        kv.v[dst] = kv.v[src]
+
+    def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
+        return sample(logits, batch)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D], weight [D] -> x's dtype; the mean square in fp32."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    return weight * scaled.to(x.dtype)
+
+
+def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
+    """heads [T, H, d], cos_sin [T, 1, n]: turn pairs (i, i + n/2) of the first n channels, in fp32."""
+    half = cos_sin.shape[-1] // 2
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    first, second, rest = torch.split(heads, [half, half, heads.shape[-1] - 2 * half], dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def _write(cache: Tensor, slots: Tensor, heads: Tensor) -> None:
+    """cache [pages, Hkv, page_size, d]; heads [T, Hkv, d] go to slots [T]."""
+    _, kv_heads, page_size, _ = cache.shape
+    page = torch.div(slots, page_size, rounding_mode="floor").unsqueeze(1)
+    head = torch.arange(kv_heads, device=slots.device)
+    row = (page * kv_heads + head) * page_size + (slots % page_size).unsqueeze(1)  # [T, Hkv]
+    flat = cache.view(-1, cache.shape[3])
+    flat.index_copy_(0, row.flatten(), heads.to(cache.dtype).reshape(-1, cache.shape[3]))
+
+
+def _widened_linear(x: Tensor, packed: ReferenceLinear, out_dtype: torch.dtype) -> Tensor:
+    """Products and sums in out_dtype, of weights widened a block at a time."""
+    out = x.new_empty((x.shape[0], packed.out_features), dtype=out_dtype)
+    wide = x.to(out_dtype)
+    for start in range(0, packed.out_features, HEAD_BLOCK):
+        block = slice(start, start + HEAD_BLOCK)
+        bias = None if packed.bias is None else packed.bias[block].to(out_dtype)
+        out[:, block] = F.linear(wide, packed.weight[block].to(out_dtype), bias)
+    return out
