@@ -1,0 +1,361 @@
+"""EngineClient: the engine process as the HTTP process sees it. Submit, stream, abort, deadlines, death.
+
+Knows token ids and messages only: no text, no HTTP. One reader and one writer thread hold the pipe, so that the event
+loop neither blocks in send nor wakes more than once for a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from server.engine.messages import (
+    Abort,
+    AbortReason,
+    Answer,
+    Crashed,
+    EngineConfig,
+    EngineInfo,
+    EngineStats,
+    FromEngine,
+    Progress,
+    Query,
+    Ready,
+    Row,
+    Shutdown,
+    StepOutput,
+    Submit,
+    ToEngine,
+)
+
+EngineMain = Callable[[Connection, EngineConfig], None]
+MAX_UNREAD_ROWS = 20_000
+"""Rows a stream may hold for a reader that does not come: far above any pause that a network makes."""
+CHILD_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
+"""Bounded spinning between parallel regions: neither OpenMP's default (burns cores) nor passive (slow to wake)."""
+
+
+class EngineDeadError(Exception):
+    """The engine process has ended; the text says why."""
+
+
+class QueueFullError(Exception):
+    """No room for this request now. retry_after: seconds until there should be, from the measured rate."""
+
+    def __init__(self, limit: int, retry_after: int) -> None:
+        super().__init__(f"the queue is full ({limit} sequences run or wait); try again in {retry_after} s")
+        self.retry_after = retry_after
+
+
+class StreamCutError(Exception):
+    """The stream was ended from this side, for `reason`."""
+
+    def __init__(self, reason: AbortReason) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def run_engine(connection: Connection, config: EngineConfig) -> None:
+    """Entry of the engine process. Ctrl-C reaches the whole terminal group: the server decides, not the child."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from server.engine.worker import run
+
+    run(connection, config)
+
+
+class Stream:
+    """What the engine says about a set of submits, one list of rows for each time the reader comes."""
+
+    def __init__(self, submits: Sequence[Submit]) -> None:
+        self.ids = tuple(submit.id for submit in submits)
+        self.sequences = sum(submit.params.n for submit in submits)
+        self.open = {(submit.id, choice) for submit in submits for choice in range(submit.params.n)}
+        self.started = False
+        self._rows: list[Row] = []
+        self._error: Exception | None = None
+        self._wake = asyncio.Event()
+
+    def push(self, row: Row) -> None:
+        self.started = True
+        self._rows.append(row)
+        if row.finish is not None:
+            self.open.discard((row.id, row.choice))
+        self._wake.set()
+
+    def end(self) -> None:
+        """Nothing more is wanted."""
+        self.open.clear()
+        self._rows.clear()
+
+    def cut(self, error: Exception) -> None:
+        """End with an error once the rows that are already here have been read."""
+        if self._error is None:
+            self._error = error
+        self._wake.set()
+
+    @property
+    def unread(self) -> int:
+        return len(self._rows)
+
+    def __aiter__(self) -> AsyncIterator[list[Row]]:
+        return self
+
+    async def __anext__(self) -> list[Row]:
+        """Rows since the last call, at least one; StopAsyncIteration after the last choice has finished."""
+        while not self._rows:
+            if not self.open:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+        rows, self._rows = self._rows, []
+        return rows
+
+
+class Throughput:
+    """Requests finished a second, over the last 64."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=64)
+
+    def finished(self) -> None:
+        self._times.append(time.monotonic())
+
+    def seconds_until(self, count: int) -> int:
+        """Whole seconds, 1 to 60, in which `count` more requests should have finished."""
+        if len(self._times) < 2:
+            return 1
+        span = max(time.monotonic() - self._times[0], 1e-3)
+        return min(60, max(1, math.ceil(count * span / len(self._times))))
+
+
+class EngineClient:
+    """Owns the engine process. All methods belong to the event loop that called `start`."""
+
+    def __init__(self, config: EngineConfig, engine_main: EngineMain = run_engine) -> None:
+        self.config = config
+        self.stats = EngineStats()
+        self.info: EngineInfo | None = None
+        self.failure: str | None = None
+        self.on_progress: Callable[[Progress], None] = lambda progress: None
+        self.on_death: Callable[[str], None] = lambda text: None
+        self.on_step: Callable[[StepOutput], None] = lambda output: None
+        self.last_heard = time.monotonic()
+        self._engine_main = engine_main
+        self._streams: dict[str, Stream] = {}
+        self._queries: dict[int, asyncio.Future[Answer]] = {}
+        self._query_ids = itertools.count()
+        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._throughput = Throughput()
+        self._closing = False
+        self._process: SpawnProcess | None = None
+
+    async def start(self) -> EngineInfo:
+        """Spawn the engine and wait until it can serve. EngineDeadError carries its one line if it cannot."""
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
+        for name, value in CHILD_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child_end = context.Pipe()
+        self._process = context.Process(target=self._engine_main, args=(child_end, self.config), name="ropeway-engine")
+        self._process.start()
+        child_end.close()
+        threading.Thread(target=self._read, args=(self._process,), name="ropeway-reader", daemon=True).start()
+        threading.Thread(target=self._write, name="ropeway-writer", daemon=True).start()
+        return await self._ready
+
+    # ---- requests
+
+    @property
+    def limit(self) -> int:
+        """Sequences that may run or wait at once."""
+        return self.config.max_num_seqs + self.config.max_queue
+
+    @property
+    def open_sequences(self) -> int:
+        return sum(stream.sequences for stream in self._open_streams())
+
+    def _open_streams(self) -> set[Stream]:
+        return set(self._streams.values())
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, submits: Sequence[Submit], timeout: float | None = None, queue_timeout: float | None = None
+    ) -> AsyncIterator[Stream]:
+        """Submit together, read together. Leaving the block early aborts what still runs.
+
+        timeout: seconds for everything; queue_timeout: seconds until the first row. Either ends the stream with
+        StreamCutError. Raises QueueFullError or EngineDeadError before anything is sent.
+        """
+        stream = self._admit(submits)
+        timers = self._arm(stream, timeout, queue_timeout)
+        try:
+            yield stream
+        finally:
+            for timer in timers:
+                timer.cancel()
+            self._close(stream)
+
+    def _admit(self, submits: Sequence[Submit]) -> Stream:
+        if self.failure is not None:
+            raise EngineDeadError(self.failure)
+        stream = Stream(submits)
+        over = self.open_sequences + stream.sequences - self.limit
+        if over > 0:
+            raise QueueFullError(self.limit, self._throughput.seconds_until(over))
+        if not self._streams:
+            self.last_heard = time.monotonic()
+        for submit in submits:
+            self._streams[submit.id] = stream
+            self._outbox.put(submit)
+        return stream
+
+    def _arm(self, stream: Stream, timeout: float | None, queue_timeout: float | None) -> list[asyncio.TimerHandle]:
+        def expire(reason: AbortReason) -> None:
+            if not (reason == "queue_timeout" and stream.started):
+                self.abort(stream, reason)
+
+        limits: list[tuple[float | None, AbortReason]] = [(timeout, "timeout"), (queue_timeout, "queue_timeout")]
+        return [self._loop.call_later(seconds, expire, reason) for seconds, reason in limits if seconds is not None]
+
+    def _close(self, stream: Stream, reason: AbortReason = "client") -> None:
+        open_ids = tuple({id for id, _ in stream.open if id in self._streams})
+        if open_ids and self.failure is None:
+            self._outbox.put(Abort(open_ids, reason))
+        known = [self._streams.pop(id, None) for id in stream.ids]
+        if any(known):
+            self._throughput.finished()
+
+    def finish(self, stream: Stream) -> None:
+        """End what still runs because its text is complete (a stop string was found)."""
+        self._close(stream, "stop_string")
+        stream.end()
+
+    def abort(self, stream: Stream, reason: AbortReason) -> None:
+        """End what still runs; the reader gets the rows that came before, then StreamCutError."""
+        self._close(stream, reason)
+        stream.cut(StreamCutError(reason))
+
+    def abort_all(self, reason: AbortReason) -> None:
+        for stream in self._open_streams():
+            self.abort(stream, reason)
+
+    async def query(self, kind: str, arg: object = None) -> Any:
+        """The engine's answer between two steps. ValueError if it cannot answer, EngineDeadError if it is gone."""
+        if self.failure is not None:
+            raise EngineDeadError(self.failure)
+        id = next(self._query_ids)
+        future = self._queries[id] = self._loop.create_future()
+        self._outbox.put(Query(id, kind, arg))
+        try:
+            answer = await future
+        finally:
+            del self._queries[id]
+        if answer.error is not None:
+            raise ValueError(answer.error)
+        return answer.value
+
+    def is_stalled(self, seconds: float) -> bool:
+        """Work is open and the engine has said nothing for this long."""
+        return bool(self._streams) and time.monotonic() - self.last_heard > seconds
+
+    # ---- messages from the engine, on the event loop
+
+    def _receive(self, message: FromEngine) -> None:
+        self.last_heard = time.monotonic()
+        match message:
+            case StepOutput():
+                self._deliver(message)
+            case Ready(info):
+                self.info = info
+                self._ready.set_result(info)
+            case Progress():
+                self.on_progress(message)
+            case Answer():
+                if message.id in self._queries:
+                    self._queries[message.id].set_result(message)
+            case Crashed(text):
+                self._die(text)
+
+    def _deliver(self, output: StepOutput) -> None:
+        self.stats = output.stats
+        self.on_step(output)
+        for row in output.rows:
+            stream = self._streams.get(row.id)
+            if stream is None:
+                continue
+            stream.push(row)
+            if stream.unread > MAX_UNREAD_ROWS:
+                self.abort(stream, "slow_reader")
+
+    def _die(self, text: str) -> None:
+        """First reason wins: a crash message is followed by the end of the pipe."""
+        if self.failure is not None or self._closing:
+            return
+        self.failure = text
+        error = EngineDeadError(text)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        for stream in self._open_streams():
+            stream.cut(error)
+        self._streams.clear()
+        for future in self._queries.values():
+            future.set_exception(error)
+        self.on_death(text)
+
+    # ---- the pipe, on its two threads
+
+    def _read(self, process: SpawnProcess) -> None:
+        try:
+            while True:
+                self._post(self._receive, self._pipe.recv())
+        except (EOFError, OSError):
+            process.join()
+            self._post(self._die, f"the engine process ended unexpectedly ({describe_exit(process.exitcode)})")
+
+    def _post(self, callback: Callable[[Any], None], value: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(callback, value)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # a broken pipe is noticed, once, by the reader
+            for message in iter(self._outbox.get, None):
+                self._pipe.send(message)
+
+    async def close(self, seconds: float = 2.0) -> None:
+        """End the engine process: asked, then killed. Returns when it is gone."""
+        self._closing = True
+        if self._process is not None:
+            self._outbox.put(Shutdown())
+            self._outbox.put(None)
+            await asyncio.to_thread(end_process, self._process, seconds)
+
+
+def end_process(process: SpawnProcess, seconds: float) -> None:
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+    process.join()
+
+
+def describe_exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hint = ": the machine may be out of memory" if name == "SIGKILL" else ""
+        return f"killed by {name}{hint}"
+    return f"exit code {code}"

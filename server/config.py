@@ -1,0 +1,168 @@
+"""Every setting of `ropeway serve`, once: flags, ROPEWAY_* environment and --help derive from the fields.
+
+Knows no HTTP, no model and no engine: it only reads, checks and hands over values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from server.engine.messages import EngineConfig
+
+UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "2GiB", "512MiB", "1e9"-free plain numbers or "1.5GB"; ValueError names what was given."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", text.lower())
+    if match is None or match[2] not in UNITS:
+        raise ValueError(f"{text!r} is not a size (examples: 2GiB, 512MiB, 1000000)")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def parse_flag(text: str) -> bool:
+    value = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in value:
+        raise ValueError(f"{text!r} is not one of true, false, yes, no, on, off, 1, 0")
+    return value[text.lower()]
+
+
+def option(
+    default: Any,
+    help: str,
+    parse: Callable[[str], Any] = str,
+    *,
+    choices: tuple[str, ...] = (),
+    positional: bool = False,
+    at_least: float | None = None,
+) -> Any:
+    """A field with what a command line needs to know. A tuple default makes the flag repeatable."""
+    metadata = {"help": help, "parse": parse, "choices": choices, "positional": positional, "at_least": at_least}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Settings of one server, checked when made: ValueError says which, what was given and what is allowed."""
+
+    model: str | None = option(None, "folder, model file or hub id; the demo model if left out", positional=True)
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 takes a free one", int, at_least=0)
+    device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    dtype: str = option("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    quantization: str | None = option(None, "of the weights at load time, e.g. int8")
+    page_size: int = option(16, "tokens of a KV page", int, at_least=1)
+    kv_cache_memory: int | None = option(
+        None, "bytes of the KV pool, e.g. 2GiB; sized from free memory if left out", parse_size, at_least=1
+    )
+    kv_cache_dtype: str = option("auto", "of the KV cache; auto is the model's")
+    prefix_caching: bool = option(True, "keep the pages of finished requests for prompts that begin alike", parse_flag)
+    max_model_len: int | None = option(
+        None, "longest prompt + output in tokens; the model's own if left out", int, at_least=1
+    )
+    max_num_seqs: int = option(32, "sequences that run at once", int, at_least=1)
+    max_num_batched_tokens: int = option(512, "tokens of one forward", int, at_least=1)
+    max_queue: int = option(256, "sequences that may wait; more are answered 429", int, at_least=0)
+    threads: int | None = option(None, "compute threads; every core given to the process if left out", int, at_least=1)
+    batch_invariant: bool = option(
+        False, "same tokens whatever shares the batch, on CUDA too (CPU always does)", parse_flag
+    )
+    tensor_parallel_size: int = option(1, "devices that share each layer", int, at_least=1)
+    served_model_name: tuple[str, ...] = option((), "name in the API, repeatable; the first one is reported")
+    api_key: tuple[str, ...] = option((), "key that callers must send, repeatable; none leaves the server open")
+    metrics_need_key: bool = option(False, "ask for the key on /metrics as well", parse_flag)
+    strict_params: bool = option(False, "refuse unknown request fields instead of warning", parse_flag)
+    generation_defaults: bool = option(True, "sampling defaults from the model's generation_config.json", parse_flag)
+    max_body_bytes: int = option(32 * 1024**2, "largest request body, e.g. 32MiB", parse_size, at_least=1)
+    body_timeout: float = option(60.0, "seconds a client may take to send its request body", float, at_least=0.1)
+    slow_reader_timeout: float = option(60.0, "seconds a client may leave its stream unread", float, at_least=0.1)
+    stall_timeout: float = option(
+        120.0, "seconds without a step before /readyz turns 503 while work waits", float, at_least=1
+    )
+    drain_timeout: float = option(30.0, "seconds that running requests get after SIGTERM", float, at_least=0)
+    access_log: bool = option(False, "one line a request on stderr", parse_flag)
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            choices, at_least = item.metadata["choices"], item.metadata["at_least"]
+            if choices and value not in choices:
+                raise ValueError(f"--{flag_name(item.name)} {value}: not one of {', '.join(choices)}")
+            if at_least is not None and value is not None and not value >= at_least:
+                raise ValueError(f"--{flag_name(item.name)} {value}: must be at least {at_least:g}")
+        if self.port > 65535:
+            raise ValueError(f"--port {self.port}: must be at most 65535")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens}: must be at least "
+                f"--max-num-seqs {self.max_num_seqs}, since every running sequence adds one token a step"
+            )
+
+    def engine_config(self, folder: str) -> EngineConfig:
+        """What the engine process is told; folder is the canonical checkpoint that MODEL came to."""
+        names = {item.name for item in fields(EngineConfig)} - {"model"}
+        return EngineConfig(model=folder, **{name: getattr(self, name) for name in names})
+
+
+def flag_name(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def env_name(name: str) -> str:
+    return f"ROPEWAY_{name.upper()}"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """One argument a field; values stay text here, so that flags and environment are read by the same code."""
+    for item in fields(ServeConfig):
+        text = f"{item.metadata['help']} (env {env_name(item.name)}{default_note(item.default)})"
+        if item.metadata["positional"]:
+            parser.add_argument(item.name, nargs="?", metavar=item.name.upper(), help=text)
+        elif item.metadata["parse"] is parse_flag:
+            parser.add_argument(f"--{flag_name(item.name)}", nargs="?", const="true", metavar="true|false", help=text)
+        elif isinstance(item.default, tuple):
+            parser.add_argument(f"--{flag_name(item.name)}", action="append", metavar="TEXT", help=text)
+        else:
+            choices = item.metadata["choices"]
+            metavar = "|".join(choices) if choices else item.metadata["parse"].__name__.replace("parse_", "").upper()
+            parser.add_argument(f"--{flag_name(item.name)}", metavar=metavar, help=text)
+
+
+def default_note(default: object) -> str:
+    return "" if default in (None, ()) else f", default {default}"
+
+
+def read_config(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> ServeConfig:
+    """Flag, else environment, else default. ValueError names the flag or the variable that is wrong."""
+    values: dict[str, Any] = {}
+    for item in fields(ServeConfig):
+        flag, variable = getattr(arguments, item.name), environment.get(env_name(item.name))
+        source = f"--{flag_name(item.name)}" if flag is not None else env_name(item.name)
+        given = flag if flag is not None else variable
+        if given is None or given == "":
+            continue
+        try:
+            values[item.name] = parse_value(item.default, item.metadata["parse"], given)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+    return ServeConfig(**values)
+
+
+def parse_value(default: object, parse: Callable[[str], Any], given: str | Sequence[str]) -> Any:
+    """A repeatable setting comes as a list from flags and comma-separated from the environment."""
+    if isinstance(default, tuple):
+        items = given.split(",") if isinstance(given, str) else given
+        return tuple(parse(part.strip()) for part in items if part.strip())
+    assert isinstance(given, str)
+    try:
+        return parse(given)
+    except ValueError:
+        kind = {int: "a whole number", float: "a number"}.get(parse)  # type: ignore[call-overload]
+        if kind is None:
+            raise
+        raise ValueError(f"{given!r} is not {kind}") from None

@@ -1,0 +1,209 @@
+"""One API request as the engine's choices: rows come in, text deltas go out, the same for streams and whole replies.
+
+Knows tokens and text, no JSON shapes: routes turn deltas into the format of their API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
+from server.engine.messages import Row, SamplingParams, Submit, TokenLogprob
+from server.errors import ApiError
+from server.metrics import Metrics, RequestClock
+from server.text import TextStream, decode
+from server.token_bytes import TokenBytes
+
+
+@dataclass(slots=True)
+class Delta:
+    """News of one choice. offsets: where each token of logprobs starts in the text. finish: how it ended, once."""
+
+    index: int
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    finish: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How tokens of one request become text."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+    echo: bool = False
+    hide_output: bool = False
+    """Nothing was asked for but the prompt (echo with max_tokens 0); the engine always makes one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """One prompt. at_start: the reply stands alone (a chat turn) rather than after the prompt's text."""
+
+    tokens: list[int]
+    text: str = ""
+    at_start: bool = True
+
+
+class Choice:
+    """The text, the count and the end of one choice."""
+
+    def __init__(
+        self, index: int, prompt: PromptText, vocabulary: TokenBytes, options: TextOptions, clock: RequestClock
+    ) -> None:
+        self.index = index
+        self.clock = clock
+        self.tokens = 0
+        self.finish: str | None = None
+        self._prompt, self._vocabulary, self._options = prompt, vocabulary, options
+        self._text = TextStream(
+            vocabulary,
+            options.stops,
+            include_stop=options.include_stop,
+            skip_special=options.skip_special,
+            at_start=prompt.at_start,
+        )
+        self._base = len(prompt.text) if options.echo else 0
+        self._opened = not options.echo
+
+    def take(self, row: Row, delta: Delta) -> None:
+        """Add one row to the delta. Tokens behind a stop string never were: they are neither shown nor counted."""
+        if row.tokens:
+            self.clock.token()
+        if not self._opened:
+            self._echo(row, delta)
+        for position, token in enumerate(row.tokens if not self._options.hide_output else ()):
+            if self._text.stop is not None:
+                break
+            self.tokens += 1
+            if row.logprobs:
+                delta.logprobs.append(row.logprobs[position])
+                delta.offsets.append(self._base + self._text.decoded_length)
+            if token != row.stop_token or position < len(row.tokens) - 1:
+                delta.text += self._text.feed(token)
+        if self._text.stop is not None:
+            self._end("stop", delta)
+        elif row.finish is not None:
+            self._end(row.finish, delta)
+
+    def _end(self, reason: str, delta: Delta) -> None:
+        delta.text += self._text.finish()
+        self.finish = delta.finish = "stop" if self._text.stop is not None else reason
+        self.clock.finished(self.finish, self.tokens)
+
+    def leave(self) -> None:
+        """Whoever waited is gone: a choice that has not ended by itself counts as aborted."""
+        if self.finish is None:
+            self.finish = "abort"
+            self.clock.finished("abort", self.tokens)
+
+    def cut(self) -> Delta:
+        """The end of a choice whose time is over."""
+        delta = Delta(self.index)
+        self._end("length", delta)
+        return delta
+
+    def _echo(self, row: Row, delta: Delta) -> None:
+        self._opened = True
+        delta.text += self._prompt.text
+        if row.prompt_logprobs is None:
+            return
+        stream = TextStream(self._vocabulary, skip_special=False)
+        for token, entry in zip(self._prompt.tokens, row.prompt_logprobs, strict=True):
+            delta.logprobs.append(entry or TokenLogprob(token, float("nan")))
+            delta.offsets.append(min(stream.decoded_length, self._base))
+            stream.feed(token)
+
+
+class Generation:
+    """All prompts and choices of one request: choice c of prompt p has index p * n + c."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompts: Sequence[PromptText],
+        params: Sequence[SamplingParams],
+        vocabulary: TokenBytes,
+        options: TextOptions,
+        metrics: Metrics,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
+        self.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+        self.warnings: list[str] = []
+        self._cached: dict[str, int] = {}
+        self.submits = [
+            Submit(f"{request_id}-{index}", Submit.pack(prompt.tokens), own, priority=priority, cache_salt=cache_salt)
+            for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+        ]
+        n = params[0].n
+        self.choices = {
+            (submit.id, choice): Choice(
+                index * n + choice, prompt, vocabulary, options, metrics.request(len(prompt.tokens))
+            )
+            for index, (submit, prompt) in enumerate(zip(self.submits, prompts, strict=True))
+            for choice in range(n)
+        }
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.tokens for choice in self.choices.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._cached.values())
+
+    async def deltas(
+        self, client: EngineClient, timeout: float | None = None, queue_timeout: float | None = None
+    ) -> AsyncIterator[list[Delta]]:
+        """Submit and follow to the end; ApiError when there is no answer. Closing the iterator aborts."""
+        try:
+            async with client.stream(self.submits, timeout, queue_timeout) as stream:
+                async for rows in stream:
+                    yield self._take(rows)
+                    if all(choice.finish for choice in self.choices.values()):
+                        client.finish(stream)
+        except StreamCutError as cut:
+            if cut.reason != "timeout":
+                raise refusal_of(cut) from None
+            self.warnings.append(f"timeout: ended after {timeout:g} s, before max_tokens or a stop")
+            yield [choice.cut() for choice in self.choices.values() if choice.finish is None]
+        except QueueFullError as full:
+            headers = {"Retry-After": str(full.retry_after)}
+            raise ApiError(429, str(full), code="queue_full", headers=headers) from None
+        except EngineDeadError as dead:
+            raise ApiError(500, f"the engine is gone: {dead}", code="engine_dead") from None
+        finally:
+            for choice in self.choices.values():
+                choice.leave()
+
+    def _take(self, rows: list[Row]) -> list[Delta]:
+        deltas: dict[int, Delta] = {}
+        for row in rows:
+            choice = self.choices[(row.id, row.choice)]
+            if row.finish in ("error", "abort"):
+                raise ApiError(500, row.error or "the engine gave this request up", code="request_failed")
+            if row.cached_tokens is not None:
+                self._cached.setdefault(row.id, row.cached_tokens)
+            if choice.finish is None:
+                choice.take(row, deltas.setdefault(choice.index, Delta(choice.index)))
+        return list(deltas.values())
+
+
+def refusal_of(cut: StreamCutError) -> ApiError:
+    text = {
+        "queue_timeout": "queue_timeout: the request did not get its turn in time",
+        "drain": "the server is shutting down and this request ran out of time",
+        "slow_reader": "the stream was not read for too long",
+    }.get(cut.reason, f"the request was ended ({cut.reason})")
+    return ApiError(503, text, code=cut.reason, headers={"Retry-After": "1"})
+
+
+def prompt_text(vocabulary: TokenBytes, tokens: list[int], text: str | None = None) -> PromptText:
+    """A completion's prompt: the reply goes on from its text, if it has any."""
+    shown = decode(vocabulary, tokens) if text is None else text
+    return PromptText(tokens, shown, at_start=all(token in vocabulary.special for token in tokens))

@@ -1,0 +1,283 @@
+"""Every metric in one table: vLLM's names for what dashboards and routers read, ropeway_* for what nobody else has.
+
+Knows the engine's statistics and finished requests, no routes. One registry a server; gauges are computed when read.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from server.client import EngineClient
+from server.engine.messages import EngineInfo, EngineStats, StepOutput
+
+TTFT_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+TOKEN_TIME_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+COUNT_BUCKETS = tuple(mantissa * 10**power for power in range(6) for mantissa in (1, 2, 5))
+disable_created_metrics()  # type: ignore[no-untyped-call]
+LABELS = ["model_name", "engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A value that the engine reports: read at scrape time, 0 before there is an engine."""
+
+    name: str
+    help: str
+    read: Callable[[EngineStats, EngineInfo | None], float]
+    counter: bool = False
+    extra: tuple[tuple[str, str], ...] = ()
+
+
+def pages(stats: EngineStats) -> int:
+    return stats.pages_active + stats.pages_cached + stats.pages_free
+
+
+def share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def fact(name: str) -> Callable[[EngineStats, EngineInfo | None], float]:
+    return lambda stats, info: getattr(info, name) if info is not None else 0
+
+
+def stat(name: str) -> Callable[[EngineStats, EngineInfo | None], float]:
+    return lambda stats, info: getattr(stats, name)
+
+
+POOL, PAGES, SLOTS = "ropeway_kv_pool_bytes", "ropeway_kv_pages", "ropeway_kv_token_slots"
+POOL_HELP = "Bytes of the KV pool: predicted by arithmetic, allocated, resident in memory"
+PAGES_HELP = "KV pages by state; the states sum to all pages that can be given out"
+SLOTS_HELP = "Token slots of active pages: allocated, and used by a token"
+
+READINGS = (
+    Reading("vllm:num_requests_running", "Sequences in the running batch", stat("running")),
+    Reading("vllm:num_requests_waiting", "Sequences that wait", stat("waiting")),
+    Reading(
+        "vllm:kv_cache_usage_perc",
+        "KV pages held by running sequences / all pages, 0 to 1; idle cached pages count as free",
+        lambda stats, info: share(stats.pages_active, pages(stats)),
+    ),
+    Reading("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stat("prefix_queries"), True),
+    Reading("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", stat("prefix_hits"), True),
+    Reading("vllm:num_preemptions", "Sequences that lost their pages and were recomputed", stat("preemptions"), True),
+    Reading("vllm:prompt_tokens", "Prompt tokens processed", stat("prompt_tokens"), True),
+    Reading("vllm:generation_tokens", "Tokens generated", stat("generation_tokens"), True),
+    Reading(POOL, POOL_HELP, fact("kv_bytes_predicted"), extra=(("kind", "predicted"),)),
+    Reading(POOL, POOL_HELP, fact("kv_bytes_allocated"), extra=(("kind", "allocated"),)),
+    Reading(
+        POOL,
+        POOL_HELP,
+        lambda stats, info: stats.resident_kv_bytes or (info.kv_bytes_resident if info is not None else 0),
+        extra=(("kind", "resident"),),
+    ),
+    Reading(
+        PAGES,
+        PAGES_HELP,
+        # Before the first step nothing is active or cached: every page but the scratch page of each group is free.
+        lambda stats, info: (
+            stats.pages_free if pages(stats) or info is None else sum(info.num_pages) - len(info.num_pages)
+        ),
+        extra=(("state", "free"),),
+    ),
+    Reading(PAGES, PAGES_HELP, stat("pages_active"), extra=(("state", "active"),)),
+    Reading(PAGES, PAGES_HELP, stat("pages_cached"), extra=(("state", "cached"),)),
+    Reading(SLOTS, SLOTS_HELP, stat("slots_used"), extra=(("kind", "used"),)),
+    Reading(SLOTS, SLOTS_HELP, stat("slots_allocated"), extra=(("kind", "allocated"),)),
+    Reading("ropeway_kv_shared_bytes_saved", "Bytes that shared pages save now", stat("shared_bytes_saved")),
+    Reading("ropeway_kv_evictions", "Cached pages given to another sequence", stat("evictions"), True),
+    Reading(
+        "ropeway_kv_byte_seconds",
+        "Bytes of KV pages times seconds held",
+        lambda stats, info: stats.active_byte_ns / 1e9,
+        True,
+        (("state", "active"),),
+    ),
+    Reading(
+        "ropeway_kv_byte_seconds",
+        "Bytes of KV pages times seconds held",
+        lambda stats, info: stats.cached_byte_ns / 1e9,
+        True,
+        (("state", "cached"),),
+    ),
+    Reading("ropeway_weights_bytes", "Bytes of the weights as loaded", fact("weights_bytes")),
+    Reading("ropeway_workspace_bytes", "Bytes of work buffers", fact("workspace_bytes")),
+    Reading(
+        "ropeway_process_resident_bytes",
+        "Resident memory by process",
+        lambda stats, info: stats.rss_bytes or (info.rss_bytes if info is not None else 0),
+        extra=(("process", "engine"),),
+    ),
+    Reading(
+        "ropeway_process_resident_bytes",
+        "Resident memory by process",
+        lambda stats, info: own_resident_bytes(),
+        extra=(("process", "http"),),
+    ),
+    Reading("ropeway_engine_steps", "Forwards since start", stat("steps"), True),
+    Reading("ropeway_nan_rows", "Rows ended since their logits were not finite", stat("nan_rows"), True),
+)
+
+
+def own_resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+class EngineReadings:
+    """The table as a Prometheus collector."""
+
+    def __init__(self, model_name: str, client: Callable[[], EngineClient | None]) -> None:
+        self._labels, self._client = [model_name, "0"], client
+
+    def collect(self) -> Iterator[Metric]:
+        client = self._client()
+        stats, info = (client.stats, client.info) if client is not None else (EngineStats(), None)
+        families: dict[str, Metric] = {}
+        for reading in READINGS:
+            kind = CounterMetricFamily if reading.counter else GaugeMetricFamily
+            names, values = [name for name, _ in reading.extra], [value for _, value in reading.extra]
+            if reading.name not in families:
+                families[reading.name] = kind(reading.name, reading.help, labels=LABELS + names)
+            families[reading.name].add_metric(self._labels + values, reading.read(stats, info))  # type: ignore[attr-defined]
+        yield from families.values()
+        yield from self._cache_config(info)
+
+    def _cache_config(self, info: EngineInfo | None) -> Iterable[Metric]:
+        """vLLM's way to publish settings: a gauge of 1 whose labels hold them. Routers parse num_gpu_blocks."""
+        if info is None:
+            return
+        blocks = sum(info.num_pages) - len(info.num_pages)
+        facts = {
+            "block_size": info.page_size,
+            "num_gpu_blocks": blocks,
+            "cache_dtype": info.kv_dtype,
+            "enable_prefix_caching": info.prefix_caching,
+            "kv_cache_memory_bytes": info.kv_bytes_allocated,
+        }
+        family = GaugeMetricFamily("vllm:cache_config_info", "Settings of the KV cache", labels=LABELS + list(facts))
+        family.add_metric(self._labels + [str(value) for value in facts.values()], 1)
+        yield family
+
+
+class Metrics:
+    """The registry of one server, and what it observes itself."""
+
+    def __init__(self, model_name: str, client: Callable[[], EngineClient | None]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineReadings(model_name, client))
+        self.labels = (model_name, "0")
+        self.first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to first token", TTFT_BUCKETS
+        )
+        self.between = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two steps of a choice", TOKEN_TIME_BUCKETS
+        )
+        self.per_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time of a token after the first", TOKEN_TIME_BUCKETS
+        )
+        self.latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to last token", LATENCY_BUCKETS
+        )
+        self.queue = self._histogram("vllm:request_queue_time_seconds", "Time spent waiting", LATENCY_BUCKETS)
+        self.prefill = self._histogram("vllm:request_prefill_time_seconds", "Time spent in prefill", LATENCY_BUCKETS)
+        self.decode = self._histogram("vllm:request_decode_time_seconds", "Time spent in decode", LATENCY_BUCKETS)
+        self.prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", COUNT_BUCKETS)
+        self.generated = self._histogram(
+            "vllm:request_generation_tokens", "Generated tokens of a request", COUNT_BUCKETS
+        )
+        self.iteration = self._histogram("vllm:iteration_tokens_total", "Tokens of one forward", COUNT_BUCKETS)
+        self.success = Counter(
+            "vllm:request_success",
+            "Requests by the way they ended",
+            [*LABELS, "finished_reason"],
+            registry=self.registry,
+        )
+        self._rejected = Counter(
+            "ropeway_requests_rejected", "Requests refused, by status", [*LABELS, "status"], registry=self.registry
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self.success.labels(*self.labels, reason)
+
+    def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
+        family = Histogram(name, help, LABELS, buckets=tuple(buckets), registry=self.registry)
+        child: Histogram = family.labels(*self.labels)
+        return child
+
+    def observe_step(self, output: StepOutput) -> None:
+        if output.stats.step_tokens:
+            self.iteration.observe(output.stats.step_tokens)
+        for row in output.rows:
+            if row.times is not None:
+                self.queue.observe(row.times.queue)
+                self.prefill.observe(row.times.prefill)
+                self.decode.observe(row.times.decode)
+
+    def rejected(self, status: int) -> None:
+        self._rejected.labels(*self.labels, str(status)).inc()
+
+    def request(self, prompt_tokens: int) -> RequestClock:
+        return RequestClock(self, prompt_tokens)
+
+    def render(self) -> bytes:
+        text: bytes = generate_latest(self.registry)
+        return text
+
+
+class RequestClock:
+    """Times one choice: token() at each delta, finished() at its end."""
+
+    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+        self._metrics, self._prompt_tokens = metrics, prompt_tokens
+        self._start = time.monotonic()
+        self._first = self._last = 0.0
+
+    def token(self) -> None:
+        now = time.monotonic()
+        if not self._first:
+            self._first = now
+            self._metrics.first_token.observe(now - self._start)
+        else:
+            self._metrics.between.observe(now - self._last)
+        self._last = now
+
+    def finished(self, reason: str, tokens: int) -> None:
+        metrics = self._metrics
+        metrics.success.labels(*metrics.labels, reason).inc()
+        if reason in ("abort", "error"):
+            return
+        metrics.latency.observe(time.monotonic() - self._start)
+        metrics.prompt.observe(self._prompt_tokens)
+        metrics.generated.observe(tokens)
+        if tokens > 1:
+            metrics.per_token.observe((self._last - self._first) / (tokens - 1))

@@ -1,0 +1,136 @@
+"""What completions and chat send back: OpenAI objects and chunks made of a generation's deltas.
+
+Knows the reply formats, neither request bodies nor how the engine is reached.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.disconnect import event_text
+from server.generation import Delta, Generation
+from server.logprobs import chat_logprobs, completion_logprobs
+from server.token_bytes import TokenBytes
+
+
+def completion_chunk(reply: Reply, delta: Delta) -> list[dict[str, Any]]:
+    return [completion_choice(reply, delta)] if delta.text or delta.logprobs or delta.finish else []
+
+
+def completion_choice(reply: Reply, delta: Delta) -> dict[str, Any]:
+    logprobs = completion_logprobs(reply.vocabulary, delta.logprobs, delta.offsets) if reply.logprobs else None
+    return {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
+
+
+def chat_chunk(reply: Reply, delta: Delta) -> list[dict[str, Any]]:
+    """The role first, then content, then the end on its own."""
+    choices = []
+    if delta.index not in reply.opened:
+        reply.opened.add(delta.index)
+        choices.append(chat_delta(delta.index, {"role": "assistant", "content": ""}))
+    if delta.text or delta.logprobs:
+        logprobs = chat_logprobs(reply.vocabulary, delta.logprobs) if reply.logprobs else None
+        choices.append(chat_delta(delta.index, {"content": delta.text}, logprobs))
+    if delta.finish is not None:
+        choices.append(chat_delta(delta.index, {}, finish=delta.finish))
+    return choices
+
+
+def chat_delta(index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def chat_choice(reply: Reply, delta: Delta) -> dict[str, Any]:
+    message = {"role": "assistant", "content": delta.text, "refusal": None}
+    logprobs = chat_logprobs(reply.vocabulary, delta.logprobs) if reply.logprobs else None
+    return {"index": delta.index, "message": message, "logprobs": logprobs, "finish_reason": delta.finish}
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What tells one API from the other in replies."""
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+    choice: Callable[[Reply, Delta], dict[str, Any]]
+    chunk: Callable[[Reply, Delta], list[dict[str, Any]]]
+
+
+COMPLETION = Format("cmpl", "text_completion", "text_completion", completion_choice, completion_chunk)
+CHAT = Format("chatcmpl", "chat.completion", "chat.completion.chunk", chat_choice, chat_chunk)
+
+
+@dataclass(slots=True)
+class Reply:
+    """The reply to one request: its generation and how to show it."""
+
+    format: Format
+    model: str
+    generation: Generation
+    vocabulary: TokenBytes
+    logprobs: bool
+    include_usage: bool
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    opened: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.format.id_prefix}-{secrets.token_hex(12)}"
+
+    def usage(self) -> dict[str, Any]:
+        prompt, completion = self.generation.prompt_tokens, self.generation.completion_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self.generation.cached_tokens},
+        }
+
+    def head(self, object: str) -> dict[str, Any]:
+        return {"id": self.id, "object": object, "created": self.created, "model": self.model}
+
+    def warnings(self) -> dict[str, Any]:
+        return {"warnings": self.generation.warnings} if self.generation.warnings else {}
+
+    async def whole(self, steps: AsyncIterator[list[Delta]]) -> dict[str, Any]:
+        """The reply of a request that does not stream: the same deltas, joined."""
+        total: dict[int, Delta] = {}
+        async with aclosing(steps):  # type: ignore[type-var]
+            async for deltas in steps:
+                for delta in deltas:
+                    join(total.setdefault(delta.index, Delta(delta.index)), delta)
+        choices = [self.format.choice(self, total[index]) for index in sorted(total)]
+        return self.head(self.format.object) | {"choices": choices, "usage": self.usage()} | self.warnings()
+
+    async def events(self, steps: AsyncIterator[list[Delta]]) -> AsyncIterator[str]:
+        """Server-sent events, all of a step in one string."""
+        head = self.head(self.format.chunk_object)
+        unused = {"usage": None} if self.include_usage else {}
+        running = len(self.generation.choices)
+        async with aclosing(steps):  # type: ignore[type-var]
+            async for deltas in steps:
+                running -= sum(delta.finish is not None for delta in deltas)
+                chunks = [
+                    head | {"choices": [choice]} | unused
+                    for delta in deltas
+                    for choice in self.format.chunk(self, delta)
+                ]
+                if chunks and not running:
+                    chunks[-1] |= self.warnings()
+                if chunks:
+                    yield "".join(map(event_text, chunks))
+        if self.include_usage:
+            yield event_text(head | {"choices": [], "usage": self.usage()})
+
+
+def join(total: Delta, delta: Delta) -> None:
+    total.text += delta.text
+    total.logprobs += delta.logprobs
+    total.offsets += delta.offsets
+    total.finish = delta.finish or total.finish

@@ -1,0 +1,180 @@
+"""/v1/completions, /v1/chat/completions and /v1/models.
+
+Turns bodies into generations; replies.py shapes what comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.chat_template import TemplateRefusedError
+from server.disconnect import EventStream, dumps, unless_disconnected
+from server.errors import bad_request
+from server.generation import Generation, PromptText, TextOptions, prompt_text
+from server.replies import CHAT, COMPLETION, Reply
+from server.sampling import sampling_params
+from server.schemas import ChatBody, CompletionBody, GenerationBody, unknown_fields
+from server.service import Service
+from server.strict_json import StrictRoute
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for completions; chat takes the rest of the context."""
+
+
+router = APIRouter(prefix="/v1", route_class=StrictRoute)
+
+
+@router.post("/completions")
+async def completions(body: CompletionBody, request: Request) -> Response:
+    """Continue a text."""
+    return await answer(request, body, begin_completion)
+
+
+@router.post("/chat/completions")
+async def chat_completions(body: ChatBody, request: Request) -> Response:
+    """Answer a conversation."""
+    return await answer(request, body, begin_chat)
+
+
+@router.get("/models")
+async def models(request: Request) -> dict[str, Any]:
+    """The names under which the one model is served."""
+    service: Service = request.app.state.service
+    return {"object": "list", "data": [model_object(service, name) for name in service.names]}
+
+
+@router.get("/models/{name:path}")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    """One of the names."""
+    service: Service = request.app.state.service
+    return model_object(service, service.check_model(name))
+
+
+def model_object(service: Service, name: str) -> dict[str, Any]:
+    base = {"id": name, "object": "model", "created": int(service.started_at), "owned_by": "ropeway"}
+    return base | ({"max_model_len": service.info.max_model_len} if service.info is not None else {})
+
+
+async def answer(request: Request, body: Any, begin: Callable[[Service, Any, str], Awaitable[Reply]]) -> Response:
+    """Check, generate, reply. A client that leaves takes its work with it, whatever phase it is in."""
+    service: Service = request.app.state.service
+    client = service.engine()
+
+    async def work() -> Response:
+        warnings = read_warnings(service, body)
+        reply = await begin(service, body, request.state.request_id)
+        reply.generation.warnings += warnings
+        deltas = reply.generation.deltas(client, body.timeout, body.queue_timeout)
+        if body.stream:
+            return EventStream(reply.events(deltas), service.config.slow_reader_timeout)
+        return Response(dumps(await reply.whole(deltas)), media_type="application/json")
+
+    response = await unless_disconnected(request.receive, work())
+    return response if response is not None else Response(status_code=499)
+
+
+def read_warnings(service: Service, body: GenerationBody) -> list[str]:
+    """One entry a field that means nothing here; with --strict-params the first one is refused."""
+    try:
+        unknown = [ascii(name)[1:-1] for name in unknown_fields(body)]
+    except ValueError as error:
+        name = str(error)
+        raise bad_request(f"{name}: this server does not support this field, or not this value of it", name) from None
+    if unknown and service.config.strict_params:
+        raise bad_request(f"{unknown[0]}: there is no such field (--strict-params)", unknown[0])
+    return [f"{name}: unknown field, ignored" for name in unknown]
+
+
+async def begin_completion(service: Service, body: CompletionBody, request_id: str) -> Reply:
+    model, limits = service.check_model(body.model), service.limits
+    hide_output = body.max_tokens == 0
+    if hide_output and not body.echo:
+        raise bad_request("max_tokens: 0 gives nothing but an echo; set echo, or ask for at least 1", "max_tokens")
+    prompts = await completion_prompts(service, body)
+    params = []
+    for prompt in prompts:
+        limits.check_prompt(prompt.tokens)
+        budget = limits.output_budget(1 if hide_output else body.max_tokens, len(prompt.tokens), COMPLETION_TOKENS)
+        params.append(sampling_params(body, limits, budget, body.logprobs, body.logprobs if body.echo else None))
+    options = text_options(body, echo=bool(body.echo), hide_output=hide_output)
+    generation = make_generation(service, body, request_id, prompts, params, options)
+    vocabulary = service.tokenizer.vocabulary
+    return Reply(COMPLETION, model, generation, vocabulary, body.logprobs is not None, body.include_usage)
+
+
+async def completion_prompts(service: Service, body: CompletionBody) -> list[PromptText]:
+    """Texts are tokenised together; control tokens in them count, since the caller renders such prompts itself."""
+    vocabulary, prompt = service.tokenizer.vocabulary, body.prompt
+    if isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], str)):
+        lists: Any = prompt if prompt and isinstance(prompt[0], list) else [prompt]
+        for tokens in lists:
+            service.limits.check_ids(tokens, "prompt")
+        return [prompt_text(vocabulary, tokens) for tokens in lists]
+    texts: Any = [prompt] if isinstance(prompt, str) else prompt
+    ids = await service.tokenizer.encode_aside(texts, body.add_special_tokens is not False)
+    return [prompt_text(vocabulary, tokens, text) for tokens, text in zip(ids, texts, strict=True)]
+
+
+async def begin_chat(service: Service, body: ChatBody, request_id: str) -> Reply:
+    model, limits = service.check_model(body.model), service.limits
+    tokens = await chat_tokens(service, body)
+    limits.check_prompt(tokens, "messages")
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if asked == 0:
+        raise bad_request("max_tokens: 0 gives nothing; ask for at least 1", "max_tokens")
+    budget = limits.output_budget(asked, len(tokens), None)
+    params = sampling_params(body, limits, budget, (body.top_logprobs or 0) if body.logprobs else None)
+    generation = make_generation(service, body, request_id, [PromptText(tokens)], [params], text_options(body))
+    return Reply(CHAT, model, generation, service.tokenizer.vocabulary, bool(body.logprobs), body.include_usage)
+
+
+async def chat_tokens(service: Service, body: ChatBody) -> list[int]:
+    """The prompt of a conversation. What the template refuses is the caller's to mend: its message is the answer."""
+    if service.template is None:
+        raise bad_request("this model has no chat template; use /v1/completions", "messages")
+    continue_final = bool(body.continue_final_message)
+    opens = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
+    try:
+        text, marker = service.template.render(
+            [message.as_dict() for message in body.messages],
+            continue_final=continue_final,
+            **{"add_generation_prompt": opens} | (body.chat_template_kwargs or {}),
+        )
+    except TemplateRefusedError as error:
+        raise bad_request(str(error), "messages") from None
+    return await service.tokenizer.encode_rendered_aside(text, marker)
+
+
+def text_options(body: GenerationBody, *, echo: bool = False, hide_output: bool = False) -> TextOptions:
+    return TextOptions(
+        stops=body.stops,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+        echo=echo,
+        hide_output=hide_output,
+    )
+
+
+def make_generation(
+    service: Service,
+    body: GenerationBody,
+    request_id: str,
+    prompts: list[PromptText],
+    params: list[Any],
+    options: TextOptions,
+) -> Generation:
+    """The engine's ids begin with the request's own id; a number keeps them apart when a client repeats it."""
+    return Generation(
+        f"{request_id}.{service.next_serial()}",
+        prompts,
+        params,
+        service.tokenizer.vocabulary,
+        options,
+        service.metrics,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+    )

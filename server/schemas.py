@@ -1,0 +1,203 @@
+"""Request bodies: which fields exist, of what type and within which limits.
+
+Knows no model: what depends on a vocabulary or a context length is checked in sampling.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
+
+WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+"""Fields of the OpenAI API that label a request and cannot change its answer here."""
+
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "beam_width": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1, 1.0),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+"""Fields that callers know and this server does not serve, with the values that ask for nothing (null always does)."""
+
+
+class Body(BaseModel):
+    """Types are strict ("7" is no number, true is no number), and NaN and infinities are refused everywhere."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+TokenId = Annotated[int, Field(ge=0)]
+Stop = Annotated[str, Field(max_length=1024)]
+
+
+def text_or_list(value: Any) -> str:
+    return "list" if isinstance(value, list) else "text"
+
+
+StopField = Annotated[
+    Annotated[Stop, Tag("text")] | Annotated[list[Stop], Field(max_length=MAX_STOPS), Tag("list")],
+    Discriminator(text_or_list),
+]
+
+
+class GenerationBody(Body):
+    """What completions and chat have in common. null means: not given."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=128)] | None = (
+        None
+    )
+    stop: StopField | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    queue_timeout: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def check_together(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings without empty ones, which could only mean: stop at once."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(text for text in given if text)
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+def prompt_kind(value: Any) -> str:
+    if not isinstance(value, list):
+        return "text"
+    if value and isinstance(value[0], list):
+        return "token lists"
+    return "texts" if value and isinstance(value[0], str) else "tokens"
+
+
+TokenList = Annotated[list[TokenId], Field(min_length=1)]
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(max_length=MAX_CHOICES), Tag("texts")]
+    | Annotated[TokenList, Tag("tokens")]
+    | Annotated[list[TokenList], Field(max_length=MAX_CHOICES), Tag("token lists")],
+    Discriminator(prompt_kind),
+]
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions. prompt: a text, a list of texts, token ids, or a list of lists of them."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One turn. Parts of a content are joined by a line break. developer is the newer name of system."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[Annotated[str, Tag("text")] | Annotated[list[TextPart], Tag("list")], Discriminator(text_or_list)]
+        | None
+    ) = None
+    name: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a chat template wants it."""
+        parts = self.content if isinstance(self.content, list) else []
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in parts)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def check_chat(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        return self
+
+
+def unknown_fields(body: GenerationBody) -> list[str]:
+    """Fields that mean nothing here, in order. ValueError for one that asks for something this server does not do."""
+    unknown = []
+    for name, value in (body.model_extra or {}).items():
+        if name in WITHOUT_EFFECT or value is None:
+            continue
+        if name not in NOT_SUPPORTED:
+            unknown.append(name)
+        elif value not in NOT_SUPPORTED[name] and not (name == "best_of" and value == body.n):
+            raise ValueError(name)
+    return unknown

@@ -1,0 +1,163 @@
+"""`ropeway serve`: binds the port, loads behind it, runs until told to stop, drains, ends with an exit code.
+
+Knows processes and signals; what is served is app.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.app import create_app
+from server.client import EngineClient
+from server.config import ServeConfig
+from server.engine.messages import EngineInfo
+from server.prepare import prepare
+from server.service import MakeClient, Service, StartupError
+
+FLUSH_SECONDS = 3
+"""After the drain deadline, for last events to reach their readers."""
+MIB = 1024**2
+
+
+class DrainingServer(uvicorn.Server):
+    """A first signal only starts the drain: listeners stay open, so that probes and clients are told. A second ends."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+        self._deadline = 0.0
+        service.on_failure = self.stop
+
+    def stop(self) -> None:
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._service.draining:
+            self.should_exit = self.force_exit = True
+        self._service.draining = True
+        self._deadline = time.monotonic() + self._service.config.drain_timeout
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._service.draining and not self.should_exit:
+            self.should_exit = self._drained()
+        return await super().on_tick(counter)
+
+    def _drained(self) -> bool:
+        """Nothing is left to finish, or its time is over; then it is ended here."""
+        client = self._service.client
+        if client is None or not client.open_sequences:
+            return True
+        if time.monotonic() < self._deadline:
+            return False
+        client.abort_all("drain")
+        return True
+
+
+class Lifespan:
+    """Loads the model beside the server, so that the port answers at once, and ends the engine with it."""
+
+    def __init__(self, app: ASGIApp, service: Service, url: str) -> None:
+        self._app, self._service, self._url = app, service, url
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        async with self._running():
+            await receive()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        loading = asyncio.create_task(self._load())
+        try:
+            yield
+        finally:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            await self._service.close()
+
+    async def _load(self) -> None:
+        await self._service.load()
+        if self._service.info is not None and self._service.failure is None:
+            print("\n".join(start_lines(self._service, self._service.info, self._url)), flush=True)
+
+
+def serve(config: ServeConfig, make_client: MakeClient = EngineClient) -> int:
+    """Run a server to its end. 0 after a drain, 1 after a failure (its one line is on stderr)."""
+    try:
+        listener = bind(config.host, config.port)
+    except StartupError as error:
+        print(f"ropeway: {error}", file=sys.stderr)
+        return 1
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    service = Service(config, prepare, make_client)
+    settings = uvicorn.Config(
+        Lifespan(create_app(service), service, url),
+        lifespan="on",
+        log_level="info" if config.access_log else "warning",
+        access_log=config.access_log,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+        server_header=False,
+    )
+    print(f"ropeway: listening on {url}, loading {config.model or 'the demo model'}", flush=True)
+    DrainingServer(settings, service).run(sockets=[listener])
+    return 0 if service.failure is None else 1
+
+
+def bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise StartupError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
+        ) from None
+    return listener
+
+
+def start_lines(service: Service, info: EngineInfo, url: str) -> list[str]:
+    """What the operator wants to know: bytes, whether tokens depend on the batch, and a line to try."""
+    name, capacity = service.names[0], (sum(info.num_pages) - len(info.num_pages)) * info.page_size
+    invariance = (
+        "on: the same request gives the same tokens in any batch"
+        if info.batch_invariant
+        else ("off: tokens may depend on what shares the batch (--batch-invariant turns it on)")
+    )
+    defaults = f" sampling defaults of the model: {service.limits.defaults};" if service.limits.defaults else ""
+    body = (
+        f'{{"model": "{name}", "stream": true, "max_tokens": 64, "messages": [{{"role": "user", "content": "Hi!"}}]}}'
+    )
+    path = "chat/completions"
+    if service.template is None:
+        body, path = f'{{"model": "{name}", "max_tokens": 64, "prompt": "Once upon a time"}}', "completions"
+    return [
+        f"ropeway: KV cache {mib(info.kv_bytes_predicted)} predicted, {mib(info.kv_bytes_allocated)} allocated, "
+        f"{mib(info.kv_bytes_resident)} resident; "
+        f"weights {mib(info.weights_bytes)}; engine process {mib(info.rss_bytes)}",
+        f"ropeway: {name} on {info.device} ({info.backend}, {info.dtype}, KV {info.kv_dtype}, {info.threads} threads); "
+        f"context {info.max_model_len} tokens, {capacity} tokens in the pool;{defaults} ready at {url}",
+        *(f"ropeway: warning: {warning}" for warning in info.warnings),
+        f"ropeway: batch invariance {invariance}",
+        f"curl -N {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'",
+    ]
+
+
+def mib(count: int) -> str:
+    return f"{count / MIB:.1f} MiB"

@@ -1,0 +1,128 @@
+"""What one running server is: its settings, engine, text tools and state, and how they come up and go down.
+
+Knows no routes: they ask it whether they may work, and for the parts to work with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from server.chat_template import ChatTemplate, load_template
+from server.client import EngineClient, EngineDeadError
+from server.config import ServeConfig
+from server.engine.messages import EngineConfig, EngineInfo, Progress
+from server.errors import ApiError
+from server.metrics import Metrics
+from server.sampling import ModelLimits, sampling_defaults
+from server.tokenizer import Tokenizer
+
+Prepare = Callable[[str | None, Callable[[Progress], None]], Awaitable[Path]]
+MakeClient = Callable[[EngineConfig], EngineClient]
+
+
+class StartupError(Exception):
+    """The server cannot start; the text is the one line for the operator."""
+
+
+class Service:
+    """State of one server. phase: convert, load, allocate, warm_up, ready, draining or failed."""
+
+    def __init__(self, config: ServeConfig, prepare: Prepare, make_client: MakeClient = EngineClient) -> None:
+        self.config = config
+        self.started_at = time.time()
+        self.phase, self.detail = "load", ""
+        self.failure: str | None = None
+        self.draining = False
+        self._serials = itertools.count()
+        self.names: tuple[str, ...] = config.served_model_name or default_names(config.model)
+        self.metrics = Metrics(self.names[0], lambda: self.client)
+        self.client: EngineClient | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self._prepare, self._make_client = prepare, make_client
+
+    # ---- coming up
+
+    async def load(self) -> None:
+        """From MODEL to an engine that answers. Never raises: a failure is kept and told to on_failure."""
+        try:
+            await self._load()
+        except (StartupError, EngineDeadError, OSError, ValueError) as error:
+            self.fail(str(error))
+
+    async def _load(self) -> None:
+        folder = await self._prepare(self.config.model, self._show)
+        self.tokenizer = Tokenizer.from_folder(folder)
+        names = {"bos_token": self.tokenizer.bos_token or "", "eos_token": self.tokenizer.eos_token or ""}
+        self.template: ChatTemplate | None = load_template(folder, self.tokenizer.control, names)
+        self.client = self._make_client(self.config.engine_config(str(folder)))
+        self.client.on_progress, self.client.on_death = self._show, self.fail
+        self.client.on_step = self.metrics.observe_step
+        info = await self.client.start()
+        defaults = sampling_defaults(folder) if self.config.generation_defaults else {}
+        self.limits = ModelLimits(info.vocab_size, info.max_model_len, self.tokenizer, defaults)
+        self._show(Progress("ready"))
+
+    def _show(self, progress: Progress) -> None:
+        self.phase, self.detail = progress.phase, progress.detail
+
+    def fail(self, text: str) -> None:
+        self.phase, self.failure = "failed", text
+        print(f"ropeway: {text}", file=sys.stderr, flush=True)
+        self.on_failure()
+
+    async def close(self) -> None:
+        if self.client is not None:
+            await self.client.close()
+
+    # ---- what routes ask
+
+    def next_serial(self) -> int:
+        return next(self._serials)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.not_ready() is None
+
+    def not_ready(self) -> str | None:
+        """Why new work is refused, or None."""
+        if self.failure is not None:
+            return f"the server has failed: {self.failure}"
+        if self.draining:
+            return "the server is shutting down"
+        if self.phase != "ready":
+            return f"the server is starting ({self.phase})"
+        if self.client is not None and self.client.is_stalled(self.config.stall_timeout):
+            return f"the engine has not made a step for {self.config.stall_timeout:g} s"
+        return None
+
+    def engine(self) -> EngineClient:
+        """The engine to send new work to; ApiError 503 while there is none."""
+        reason = self.not_ready()
+        if reason is not None:
+            raise ApiError(503, reason, code="not_ready", headers={"Retry-After": "5"})
+        assert self.client is not None
+        return self.client
+
+    @property
+    def info(self) -> EngineInfo | None:
+        return self.client.info if self.client is not None else None
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with; ApiError 404 lists the names there are."""
+        if name is not None and name not in self.names:
+            known = ", ".join(self.names)
+            raise ApiError(
+                404,
+                f"the model {name[:100]!a} does not exist; served here: {known}",
+                param="model",
+                code="model_not_found",
+            )
+        return name or self.names[0]
+
+
+def default_names(model: str | None) -> tuple[str, ...]:
+    return (Path(model).name.removesuffix(".gguf") or model,) if model else ("SmolLM2-135M-Instruct",)

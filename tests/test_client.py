@@ -1,0 +1,211 @@
+"""EngineClient against a scripted engine over the real pipe: streams, aborts, deadlines, limits and deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
+from server.engine.messages import EngineConfig, Row, SamplingParams, Submit
+from tests import scripted_engine
+from tests.scripted_engine import CRASH, KILL, SILENT
+
+
+def submit(id: str, tokens: list[int], max_tokens: int = 5, **params: Any) -> Submit:
+    return Submit(id, Submit.pack(tokens), SamplingParams(max_tokens=max_tokens, **params))
+
+
+@asynccontextmanager
+async def running_client(**config: Any) -> AsyncIterator[EngineClient]:
+    client = EngineClient(EngineConfig(**({"model": "scripted"} | config)), scripted_engine.run)
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def with_client(test: Callable[[EngineClient], Awaitable[None]], **config: Any) -> None:
+    async def body() -> None:
+        async with running_client(**config) as client:
+            await test(client)
+
+    asyncio.run(body())
+
+
+async def read(client: EngineClient, *submits: Submit, **limits: float) -> list[Row]:
+    async with client.stream(submits, **limits) as stream:
+        return [row async for rows in stream for row in rows]
+
+
+async def aborted(client: EngineClient) -> dict[str, str]:
+    """What the engine was told to end: a query goes after the abort on the same pipe."""
+    return dict((await client.query("state"))["aborted"])
+
+
+def test_start_tells_the_facts_and_sets_openmp_before_the_spawn() -> None:
+    async def test(client: EngineClient) -> None:
+        assert client.info is not None and client.info.vocab_size == scripted_engine.VOCAB_SIZE
+        assert client.info.pid != os.getpid()
+        assert (await client.query("state"))["spin"] == "1000"
+
+    with_client(test)
+
+
+def test_rows_of_one_request_come_in_order_and_end() -> None:
+    async def test(client: EngineClient) -> None:
+        rows = await read(client, submit("a", [7, 8, 9], max_tokens=4))
+        assert [row.tokens for row in rows] == [(7,), (8,), (9,), (7,)]
+        assert [row.finish for row in rows] == [None, None, None, "length"]
+        assert client.open_sequences == 0
+
+    with_client(test)
+
+
+def test_many_requests_and_choices_do_not_mix() -> None:
+    async def test(client: EngineClient) -> None:
+        asked = [submit(f"r{i}", [i, i + 1], max_tokens=6, n=1 + i % 3) for i in range(30)]
+        replies = await asyncio.gather(*(read(client, item) for item in asked))
+        for item, rows in zip(asked, replies, strict=True):
+            for choice in range(item.params.n):
+                tokens = [token for row in rows if row.choice == choice for token in row.tokens]
+                assert tokens == item.token_ids() * 3
+
+    with_client(test, max_queue=100)
+
+
+def test_leaving_early_aborts_in_the_engine() -> None:
+    async def test(client: EngineClient) -> None:
+        async with client.stream([submit("gone", [1], max_tokens=10**9)]) as stream:
+            await anext(stream)
+        assert await aborted(client) == {"gone": "client"}
+        assert (await client.query("state"))["running"] == []
+
+    with_client(test)
+
+
+def test_cancelling_the_reader_aborts_in_the_engine() -> None:
+    async def test(client: EngineClient) -> None:
+        reader = asyncio.create_task(read(client, submit("gone", [1], seed=SILENT)))
+        while (await client.query("state"))["running"] != ["gone"]:
+            pass
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        assert await aborted(client) == {"gone": "client"}
+
+    with_client(test)
+
+
+def test_finish_ends_the_rest_because_of_a_stop_string() -> None:
+    async def test(client: EngineClient) -> None:
+        async with client.stream([submit("done", [1], max_tokens=10**9)]) as stream:
+            await anext(stream)
+            client.finish(stream)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+        assert await aborted(client) == {"done": "stop_string"}
+
+    with_client(test)
+
+
+@pytest.mark.parametrize("limit", ["timeout", "queue_timeout"])
+def test_a_deadline_cuts_a_silent_request(limit: str) -> None:
+    async def test(client: EngineClient) -> None:
+        with pytest.raises(StreamCutError) as cut:
+            await read(client, submit("late", [1], seed=SILENT), **{limit: 0.05})
+        assert cut.value.reason == limit
+        assert await aborted(client) == {"late": limit}
+
+    with_client(test)
+
+
+def test_queue_timeout_is_over_once_a_row_has_come() -> None:
+    async def test(client: EngineClient) -> None:
+        async with client.stream([submit("a", [1], max_tokens=10**9)], queue_timeout=0.2) as stream:
+            await anext(stream)
+            await client.query("hold")
+            await asyncio.sleep(0.3)
+            await client.query("go")
+            assert await anext(stream)
+
+    with_client(test)
+
+
+def test_a_reader_that_never_comes_is_cut() -> None:
+    async def test(client: EngineClient) -> None:
+        async with client.stream([submit("slow", [1], max_tokens=10**9)]) as stream:
+            while (await aborted(client)).get("slow") is None:
+                pass
+            unread = stream.unread
+            with pytest.raises(StreamCutError, match="slow_reader"):
+                async for _ in stream:
+                    pass
+        assert unread == 20_001
+
+    with_client(test)
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+    async def test(client: EngineClient) -> None:
+        async with client.stream([submit("a", [1], seed=SILENT), submit("b", [1], seed=SILENT)]):
+            with pytest.raises(QueueFullError, match="3 sequences") as full:
+                await read(client, submit("c", [1], n=2))
+            assert 1 <= full.value.retry_after <= 60
+            assert len(await read(client, submit("d", [1]))) == 5
+        assert len(await read(client, submit("c", [1], n=2))) == 10
+
+    with_client(test, max_num_seqs=1, max_queue=2)
+
+
+def test_query_errors_are_told() -> None:
+    async def test(client: EngineClient) -> None:
+        with pytest.raises(ValueError, match="no such view"):
+            await client.query("unknown")
+
+    with_client(test)
+
+
+@pytest.mark.parametrize(("seed", "text"), [(KILL, "exit code 9"), (CRASH, "told to crash")])
+def test_a_death_ends_every_stream_and_is_told_once(seed: int, text: str) -> None:
+    async def test(client: EngineClient) -> None:
+        deaths: list[str] = []
+        client.on_death = deaths.append
+        waiting = asyncio.create_task(read(client, submit("other", [1], seed=SILENT)))
+        with pytest.raises(EngineDeadError, match=text):
+            await read(client, submit("fatal", [1], seed=seed, max_tokens=10))
+        with pytest.raises(EngineDeadError, match=text):
+            await waiting
+        with pytest.raises(EngineDeadError, match=text):
+            await read(client, submit("after", [1]))
+        with pytest.raises(EngineDeadError, match=text):
+            await client.query("state")
+        assert len(deaths) == 1
+
+    with_client(test)
+
+
+@pytest.mark.parametrize(("model", "text"), [("die", "exit code 7"), ("crash", "no such checkpoint")])
+def test_a_failed_start_carries_the_engines_line(model: str, text: str) -> None:
+    async def body() -> None:
+        client = EngineClient(EngineConfig(model=model), scripted_engine.run)
+        with pytest.raises(EngineDeadError, match=text):
+            await client.start()
+        await client.close()
+
+    asyncio.run(body())
+
+
+def test_stalled_means_open_work_and_silence() -> None:
+    async def test(client: EngineClient) -> None:
+        assert not client.is_stalled(0)
+        async with client.stream([submit("a", [1], seed=SILENT)]):
+            await asyncio.sleep(0.01)
+            assert client.is_stalled(0.005)
+            assert not client.is_stalled(60)
+
+    with_client(test)
