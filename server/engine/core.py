@@ -1,0 +1,288 @@
+"""The engine: add, abort, step. Plans, launches, collects, and turns results into rows for the clients.
+
+Token ids in, token ids out: knows no text, no HTTP, no device. A step that a device is still computing is collected
+after the next one is launched (runner.overlaps); everything else is the same for all devices.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from server.engine.messages import (
+    Abort,
+    Answer,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    Query,
+    Row,
+    StepOutput,
+    Submit,
+    TokenLogprob,
+)
+from server.engine.plan import Pending, PlanRow, RowResult, Runner, SampledToken, StepPlan
+from server.engine.request import Request, Sequence
+from server.engine.resident import ResidentMemory
+from server.engine.scheduler import Scheduler
+from server.engine.views import VIEWS
+
+NAN = "the model produced NaN or infinite logits for this request; its cached pages were dropped"
+
+
+class Engine:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, info: EngineInfo, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self.scheduler = scheduler
+        self.tables = scheduler.tables
+        self.info = info
+        self._runner = runner
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
+        self._launched: tuple[StepPlan, Pending] | None = None
+        self._rows: list[Row] = []
+        self._resident = ResidentMemory()
+        self._steps = self._prompt_tokens = self._generation_tokens = self._nan_rows = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._rows or self._launched)
+
+    # ---- messages -----------------------------------------------------------------------------------------
+
+    def add(self, submit: Submit) -> None:
+        """Queue a request. What can never run ends at once, with a row that says why."""
+        assert submit.id not in self._requests, f"request id {submit.id} is in use"
+        request = Request.from_submit(submit, self._clock())
+        error = "structured output is not available in this engine" if submit.grammar else None
+        error = error or self._bad_token(request) or self.scheduler.refusal(request)
+        if error is not None:
+            self._rows.append(Row(submit.id, 0, finish="error", error=error))
+            return
+        self._requests[submit.id] = request
+        self.scheduler.add(request)
+
+    def _bad_token(self, request: Request) -> str | None:
+        params = request.params
+        named = [*params.allowed_token_ids, *(token for token, _ in params.logit_bias), *params.stop_token_ids]
+        named += [token for word in params.bad_words for token in word]
+        prompt = request.sequences[0].tokens
+        if prompt:
+            named += [min(prompt), max(prompt)]
+        bad = next((token for token in named if not 0 <= token < self.info.vocab_size), None)
+        return None if bad is None else f"token id {bad} is outside the vocabulary of {self.info.vocab_size}"
+
+    def abort(self, abort: Abort) -> None:
+        """End requests now; their full pages stay in the prefix cache."""
+        self.tables.advance(self._clock())
+        for request_id in abort.ids:
+            if request_id in self._requests:
+                self._end_request(self._requests[request_id], "abort")
+
+    def query(self, query: Query) -> Answer:
+        if query.kind not in VIEWS:
+            return Answer(query.id, error=f"unknown query {query.kind!r}: one of {', '.join(sorted(VIEWS))}")
+        self.tables.advance(self._clock())
+        return Answer(query.id, VIEWS[query.kind](self.scheduler))
+
+    # ---- one step -----------------------------------------------------------------------------------------
+
+    def step(self) -> StepOutput:
+        """Plan and launch a step, collect what is due, and report everything that happened since the last call."""
+        started = self._clock()
+        self.tables.advance(started)
+        plan = self.scheduler.plan()
+        for sequence in plan.admitted:
+            sequence.admitted_ns = sequence.admitted_ns or started
+        due = self._launch(plan)
+        if due is not None:
+            self._collect(*due)
+        rows, self._rows = tuple(self._rows), []
+        assert rows or due or plan.rows or not self._requests, "nothing runs, yet requests wait"
+        return StepOutput(rows, self._stats(plan, started))
+
+    def _launch(self, plan: StepPlan) -> tuple[StepPlan, Pending] | None:
+        """Start the plan; returns the step that is to be collected now."""
+        launched = (plan, self._runner.launch(plan)) if plan.rows else None
+        if not self._runner.overlaps:
+            return launched
+        due, self._launched = self._launched, launched
+        return due
+
+    def _collect(self, plan: StepPlan, pending: Pending) -> None:
+        results = pending.collect()
+        now = self._clock()
+        self.tables.advance(now)
+        for row, result in zip(plan.rows, results, strict=True):
+            self._take(row, result, now)
+
+    def _take(self, row: PlanRow, result: RowResult, now: int) -> None:
+        sequence, request = row.sequence, row.sequence.request
+        if result.error is not None and not sequence.finished:
+            self._end_request(request, "error", result.error)
+        if not sequence.finished:
+            self.tables.register(sequence, row.end)
+            self._take_prompt(row, result)
+        for sample, token in zip(row.samples, result.tokens, strict=False):
+            if not sample.finished:
+                self._take_token(sample, token, now)
+        if not request.generates and not sequence.finished and row.end == request.prompt_len:
+            self._end_unsampled(request, result)
+
+    def _take_prompt(self, row: PlanRow, result: RowResult) -> None:
+        request = row.sequence.request
+        if request.prompt_logprobs is not None and result.prompt_logprobs:
+            start = row.start + 1
+            request.prompt_logprobs[start : start + len(result.prompt_logprobs)] = result.prompt_logprobs
+            if any(math.isnan(scored.logprob) for scored in result.prompt_logprobs):
+                self._fail_nan(request)
+        if row.end >= request.prompt_len and not request.prompt_counted:
+            request.prompt_counted = True
+            self._prompt_tokens += request.prompt_len
+
+    def _take_token(self, sequence: Sequence, sampled: SampledToken, now: int) -> None:
+        if not sampled.finite:
+            self._fail_nan(sequence.request)
+            return
+        sequence.append(sampled.token)
+        self._generation_tokens += 1
+        if sequence.first_token_ns is None:
+            sequence.first_token_ns = now
+        finish = self._finish_reason(sequence, sampled.token)
+        if finish is not None:
+            self.scheduler.remove(sequence)
+        if sequence.request.is_ranked:
+            self._hold(sequence, sampled, finish)
+        else:
+            self._report(sequence, (sampled.token,), (sampled.logprob,) if sampled.logprob else (), finish)
+        if finish is not None:
+            self._forget_if_done(sequence.request)
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        request = sequence.request
+        if token in request.stop_ids:
+            return "stop"
+        at_limit = len(sequence.tokens) >= self.scheduler.limits.max_model_len
+        return "length" if at_limit or sequence.num_output >= request.params.max_tokens else None
+
+    # ---- reporting ----------------------------------------------------------------------------------------
+
+    def _report(
+        self,
+        sequence: Sequence,
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        finish: FinishReason | None = None,
+        error: str | None = None,
+        embedding: tuple[float, ...] | None = None,
+    ) -> None:
+        request, is_first = sequence.request, not sequence.reported
+        sequence.reported = True
+        scored = request.prompt_logprobs
+        self._rows.append(
+            Row(
+                id=request.id,
+                choice=sequence.choice,
+                tokens=tokens,
+                logprobs=logprobs,
+                prompt_logprobs=tuple(scored) if scored is not None and is_first else None,
+                finish=finish,
+                stop_token=tokens[-1] if finish == "stop" else None,
+                error=error,
+                cached_tokens=request.num_cached if is_first else None,
+                usage=sequence.usage() if finish else None,
+                times=sequence.times(self._clock()) if finish else None,
+                embedding=embedding,
+            )
+        )
+
+    def _hold(self, sequence: Sequence, sampled: SampledToken, finish: FinishReason | None) -> None:
+        """best_of: keep the token; when the last choice ends, report the n best by mean log-probability."""
+        assert sampled.logprob is not None
+        sequence.held.append(sampled.logprob)
+        sequence.finish = finish
+        request = sequence.request
+        if all(other.finished for other in request.sequences):
+            self._report_best(request)
+
+    def _report_best(self, request: Request) -> None:
+        ranked = sorted(request.sequences, key=lambda sequence: -sequence.mean_logprob)
+        best, dropped = ranked[: request.params.n], ranked[request.params.n :]
+        best[0].byte_ns += sum(sequence.byte_ns for sequence in dropped)  # the request pays for all of them
+        for choice, sequence in enumerate(best):
+            sequence.choice = choice
+            wanted = tuple(sequence.held) if request.params.logprobs is not None else ()
+            self._report(sequence, sequence.output_ids(), wanted, sequence.finish)
+
+    def _fail_nan(self, request: Request) -> None:
+        self._nan_rows += 1
+        for sequence in request.sequences:
+            self.tables.forget(sequence)
+        self._end_request(request, "error", NAN)
+
+    def _end_request(self, request: Request, finish: FinishReason, error: str | None = None) -> None:
+        """End every choice that still lives."""
+        live = [sequence for sequence in request.sequences if not sequence.finished]
+        for sequence in live:
+            self.scheduler.remove(sequence)
+        if request.is_ranked:
+            live = request.sequences[: request.params.n]
+            live[0].byte_ns += sum(sequence.byte_ns for sequence in request.sequences[request.params.n :])
+        for sequence in live:
+            self._report(sequence, finish=finish, error=error)
+        self._forget_if_done(request)
+
+    def _end_unsampled(self, request: Request, result: RowResult) -> None:
+        """The prompt was all there was to compute: an embedding, a score, or max_tokens 0."""
+        for sequence in request.sequences:
+            self.scheduler.remove(sequence)
+            self._report(sequence, finish="length", embedding=result.embedding)
+        self._forget_if_done(request)
+
+    def _forget_if_done(self, request: Request) -> None:
+        if all(sequence.finished for sequence in request.sequences):
+            self._requests.pop(request.id, None)
+
+    # ---- books --------------------------------------------------------------------------------------------
+
+    def _stats(self, plan: StepPlan, started: int) -> EngineStats:
+        self._steps += bool(plan.rows)
+        now = self._clock()
+        self.tables.advance(now)
+        scheduler, pools = self.scheduler, self.tables.pools
+        used, allocated = self.tables.slots(scheduler.running)
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_active=sum(pool.num_active for pool in pools),
+            pages_cached=sum(pool.num_cached for pool in pools),
+            pages_free=sum(pool.num_free for pool in pools),
+            slots_used=used,
+            slots_allocated=allocated,
+            shared_bytes_saved=sum(pool.extra_references * pool.page_bytes for pool in pools),
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.num_preemptions,
+            evictions=sum(pool.evictions for pool in pools),
+            nan_rows=self._nan_rows,
+            active_byte_ns=sum(pool.page_bytes * pool.ledger.active_ns for pool in pools),
+            cached_byte_ns=sum(pool.page_bytes * pool.ledger.cached_ns for pool in pools),
+            step_tokens=plan.num_tokens,
+            step_seconds=(now - started) / 1e9,
+            rss_bytes=self._resident.read(now),
+            resident_kv_bytes=sum(pool.touched * pool.page_bytes for pool in pools),
+        )
+
+    def check_integrity(self) -> None:
+        """Compare the books with each other; raises AssertionError where they differ."""
+        self.tables.check_integrity(self.scheduler.running)
+        placed = [*self.scheduler.running, *self.scheduler.waiting]
+        placed += [sequence for request in self._requests.values() for sequence in request.unstarted]
+        live = [s for request in self._requests.values() for s in request.sequences if not s.finished]
+        assert sorted(map(id, placed)) == sorted(map(id, live)), "a live sequence is nowhere, or in two places"
+        assert all(not sequence.pages for sequence in self.scheduler.waiting), "a waiting sequence holds pages"
