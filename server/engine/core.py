@@ -50,6 +50,9 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._requests or self._rows or self._launched)
 
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(self._requests)
+
     # ---- messages -----------------------------------------------------------------------------------------
 
     def add(self, submit: Submit) -> None:
@@ -95,13 +98,19 @@ class Engine:
         self.tables.advance(started)
         plan = self.scheduler.plan()
         for sequence in plan.admitted:
-            sequence.admitted_ns = sequence.admitted_ns or started
+            self._note_admission(sequence.request, started)
         due = self._launch(plan)
         if due is not None:
             self._collect(*due)
         rows, self._rows = tuple(self._rows), []
         assert rows or due or plan.rows or not self._requests, "nothing runs, yet requests wait"
         return StepOutput(rows, self._stats(plan, started))
+
+    def _note_admission(self, request: Request, now: int) -> None:
+        """Forked choices begin with the request's first one."""
+        for sequence in request.sequences:
+            if sequence.admitted_ns is None and sequence.pages:
+                sequence.admitted_ns = now
 
     def _launch(self, plan: StepPlan) -> tuple[StepPlan, Pending] | None:
         """Start the plan; returns the step that is to be collected now."""
@@ -238,6 +247,7 @@ class Engine:
         """The prompt was all there was to compute: an embedding, a score, or max_tokens 0."""
         for sequence in request.sequences:
             self.scheduler.remove(sequence)
+        for sequence in request.sequences[: request.params.n]:
             self._report(sequence, finish="length", embedding=result.embedding)
         self._forget_if_done(request)
 

@@ -12,6 +12,7 @@ from model.kv_cost import KVLayout
 from server.engine.pages import PagePool
 from server.engine.request import Sequence
 
+UNBOUNDED = 1 << 40
 Copies = list[list[tuple[int, int]]]
 
 
@@ -25,31 +26,29 @@ class PageTables:
         self.page_size = layout.page_size
         self.prefix_caching = prefix_caching
         self.windows = [group.window for group in layout.groups]
-        self.pools = [
-            PagePool(count, layout.page_bytes(group), now_ns) for group, count in enumerate(num_pages)
-        ]
+        self.pools = [PagePool(count, layout.page_bytes(group), now_ns) for group, count in enumerate(num_pages)]
         self._max_chunk = max_chunk
 
     # ---- how much is needed -------------------------------------------------------------------------------
 
     def capacity(self) -> int:
         """Tokens of the longest sequence that fits alone."""
-        roomy = [
-            window is not None and pool.num_pages - 1 >= self._window_pages(window)
-            for pool, window in zip(self.pools, self.windows, strict=True)
+        bounded = [
+            pool.num_pages - 1
+            for group, pool in enumerate(self.pools)
+            if self.windows[group] is None or pool.num_pages - 1 < self._window_pages(group)
         ]
-        bounded = [pool.num_pages - 1 for pool, enough in zip(self.pools, roomy, strict=True) if not enough]
-        return min(bounded) * self.page_size if bounded else 1 << 60
+        return min(bounded) * self.page_size if bounded else UNBOUNDED
 
-    def _window_pages(self, window: int) -> int:
-        """Most pages a windowed group holds for one sequence: window, chunk, and a cut page at the front."""
-        return self.layout.pages_for(window + self._max_chunk) + 1
+    def _window_pages(self, group: int) -> int:
+        """Most pages a windowed group ever holds for one sequence."""
+        return self.layout.groups[group].peak_pages(UNBOUNDED, self.page_size, self._max_chunk)
 
     def _missing_pages(self, group: int, num_tokens: int, start: int, live: int) -> int:
         """Pages to take for num_tokens by a sequence that has pages up to index `start`, `live` of them alive."""
         pages = self.layout.pages_for(num_tokens) - start
         window = self.windows[group]
-        return max(0, pages if window is None else min(pages, self._window_pages(window) - live))
+        return max(0, pages if window is None else min(pages, self._window_pages(group) - live))
 
     def outstanding(self, running: list[Sequence]) -> list[int]:
         """Per group: pages that admitted prompts will still take before they decode."""

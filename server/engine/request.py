@@ -1,6 +1,6 @@
 """A request and its choices: every length and counter of the engine lives here, once.
 
-Knows neither pools nor tensors: pages are numbers, tokens are ids. Others read these fields; they do not recompute them.
+Knows neither pools nor tensors: pages are numbers, tokens are ids. Others read these fields, nobody recomputes them.
 
     tokens    [ prompt ............ | output ...... ] + in flight (sampled, not yet on the host)
     computed  [ cached | chunk | chunk ... )           KV is in the pool, or will be when the launched step ends

@@ -10,11 +10,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from model.kv_cache import KVCache
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from model.batch import Batch, Sampled
-from model.kv_cache import KVCache
 from model.ops.interface import Ops
 from server.engine.messages import TokenLogprob
 from server.engine.plan import PlanRow, RowResult, StepPlan
@@ -25,12 +26,12 @@ from server.engine.sampler import prompt_batch, prompt_logprobs, sample_batch, s
 class Model(Protocol):
     """What the runner asks of a decoder."""
 
-    def forward(self, batch: Batch, kv: KVCache) -> Tensor:
-        """Logits [R, V] f32 of batch.logits_rows."""
+    def hidden(self, batch: Batch, kv: KVCache) -> Tensor:
+        """[T, D] after the last norm; keys and values are written."""
         ...
 
-    def hidden(self, batch: Batch, kv: KVCache) -> Tensor:
-        """Hidden states [T, D] after the last norm."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, D] -> [R, V] f32"""
         ...
 
 
@@ -62,18 +63,18 @@ class Part:
 @dataclass(slots=True)
 class LaunchedStep:
     parts: list[Part]
-    order: list[int]  # place of each part row in the plan
 
     def collect(self) -> list[RowResult]:
-        results = [result for part in self.parts for result in part.results()]
-        return [result for _, result in sorted(zip(self.order, results, strict=True), key=lambda pair: pair[0])]
+        return [result for part in self.parts for result in part.results()]
 
 
 class ModelRunner:
-    """One decoder and its cache. overlaps: the device computes after launch() returns."""
+    """One decoder and its cache. overlaps: the device computes on after launch() returns."""
 
-    def __init__(self, model: Model, kv: KVCache, ops: Ops, vocab_size: int, device: torch.device) -> None:
-        self.overlaps = device.type != "cpu"
+    def __init__(
+        self, model: Model, kv: KVCache, ops: Ops, vocab_size: int, device: torch.device, overlaps: bool = False
+    ) -> None:
+        self.overlaps = overlaps
         self._model = model
         self._kv = kv
         self._ops = ops
@@ -85,16 +86,15 @@ class ModelRunner:
         for group, copies in enumerate(plan.copies):
             if copies:
                 self._copy_pages(group, copies)
-        embeds = [i for i, row in enumerate(plan.rows) if row.sequence.request.kind == "embed"]
-        others = [i for i, row in enumerate(plan.rows) if row.sequence.request.kind != "embed"]
-        parts = [part for chosen in (others, embeds) if chosen for part in self._run([plan.rows[i] for i in chosen])]
-        self._last_sampled = {
-            id(sequence): part.sampled.ids[row]
-            for part in parts
-            if part.sampled is not None and self.overlaps
-            for row, (sequence, _) in enumerate(part.samples)
-        }
-        return LaunchedStep(parts, others + embeds)
+        step = LaunchedStep(self._run(plan.rows))
+        if self.overlaps:
+            self._last_sampled = {
+                id(sequence): part.sampled.ids[index]
+                for part in step.parts
+                if part.sampled is not None
+                for index, (sequence, _) in enumerate(part.samples)
+            }
+        return step
 
     def _copy_pages(self, group: int, copies: list[tuple[int, int]]) -> None:
         source, target = torch.tensor(copies, dtype=torch.int64, device=self._device).unbind(1)
@@ -118,18 +118,20 @@ class ModelRunner:
     @torch.inference_mode()
     def _forward(self, rows: list[PlanRow]) -> Part:
         packed = pack(rows, len(self._kv.layout.groups), self._kv.layout.page_size)
-        part = Part(rows, samples=packed.samples)
         batch = self._to_device(packed, rows)
-        if not len(packed.logits_rows):
-            hidden = self._model.hidden(batch, self._kv)
-            part.embeddings = self._embeddings(rows, hidden, packed)
-            return part
-        logits = self._model.forward(batch, self._kv)
-        first = len(packed.samples)
-        part.prompt_logprobs = self._prompt_logprobs(rows, logits[first:])
-        if first:
+        hidden = self._model.hidden(batch, self._kv)  # [T, D]
+        part = Part(rows, samples=packed.samples)
+        if packed.samples:
+            logits = self._model.logits(hidden.index_select(0, batch.logits_rows))
             inputs = sample_batch(packed.samples, self._vocab_size, self._device)
-            part.sampled = self._ops.sample(logits[:first], inputs)
+            part.sampled = self._ops.sample(logits, inputs)
+        for index, row in enumerate(rows):
+            own = hidden[int(packed.q_starts[index]) : int(packed.q_starts[index + 1])]
+            request = row.sequence.request
+            if targets := scored_tokens(row):
+                part.prompt_logprobs[index] = self._score(own[: len(targets)], targets, request.params.prompt_logprobs)
+            if request.kind == "embed" and row.end == request.prompt_len:
+                part.embeddings[index] = tuple(normalize(own[-1].float(), dim=0).tolist())
         return part
 
     def _to_device(self, packed: PackedRows, rows: list[PlanRow]) -> Batch:
@@ -152,26 +154,12 @@ class ModelRunner:
             max_kv=int(packed.kv_lens.max()),
         )
 
-    def _prompt_logprobs(self, rows: list[PlanRow], logits: Tensor) -> dict[int, list[TokenLogprob]]:
-        found, first = {}, 0
-        for index, row in enumerate(rows):
-            targets = scored_tokens(row)
-            if targets:
-                num_top = row.sequence.request.params.prompt_logprobs or 0
-                part = logits[first : first + len(targets)]
-                logprobs = torch.log_softmax(part, dim=-1)
-                best = self._ops.sample(part, prompt_batch(len(targets), num_top, self._device))
-                found[index] = prompt_logprobs(logprobs, targets, best, num_top)
-                first += len(targets)
-        return found
-
-    def _embeddings(self, rows: list[PlanRow], hidden: Tensor, packed: PackedRows) -> dict[int, tuple[float, ...]]:
-        """The last token's state, scaled to length one, of every prompt that is complete."""
-        return {
-            index: tuple(torch.nn.functional.normalize(hidden[int(packed.q_starts[index + 1]) - 1].float(), dim=0).tolist())
-            for index, row in enumerate(rows)
-            if row.sequence.request.kind == "embed" and row.end == row.sequence.request.prompt_len
-        }
+    def _score(self, hidden: Tensor, targets: list[int], num_top: int | None) -> list[TokenLogprob]:
+        """Log-probabilities of the tokens that follow each of the rows hidden [N, D]."""
+        logits = self._model.logits(hidden)
+        logprobs = logits.log_softmax(-1)
+        best = self._ops.sample(logits, prompt_batch(len(targets), num_top or 0, self._device))
+        return prompt_logprobs(logprobs, targets, best, num_top or 0)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -187,7 +175,7 @@ def scored_tokens(row: PlanRow) -> list[int]:
 
 @dataclass(slots=True)
 class PackedRows:
-    """The batch on the host. Logits rows: first one a sample (forks repeat their parent's), then the scored prompt's."""
+    """The batch on the host. One logits row a sample: forks repeat their parent's."""
 
     token_ids: NDArray[np.int64]  # [T]
     positions: NDArray[np.int64]  # [T]
@@ -196,7 +184,7 @@ class PackedRows:
     kv_lens: NDArray[np.int32]  # [B]
     q_starts: NDArray[np.int32]  # [B + 1]
     logits_rows: NDArray[np.int64]  # [R]
-    samples: list[tuple[Sequence, int]]  # (sequence, index of the output token)
+    samples: list[tuple[Sequence, int]]  # [R] (sequence, index of the output token)
 
 
 def pack(rows: list[PlanRow], num_groups: int, page_size: int) -> PackedRows:
@@ -207,14 +195,16 @@ def pack(rows: list[PlanRow], num_groups: int, page_size: int) -> PackedRows:
     owner = np.repeat(np.arange(len(rows)), counts)  # [T] the row of each token
     positions = np.arange(q_starts[-1]) - np.repeat(q_starts[:-1] - starts, counts)
     tables = [page_table(rows, group) for group in range(num_groups)]
-    slots = [table[owner, positions // page_size] * np.int64(page_size) + positions % page_size for table in tables]
-    samples = [
-        (sequence, sequence.num_output + sequence.num_in_flight - 1) for row in rows for sequence in row.samples
-    ]
     return PackedRows(
-        token_ids(rows), positions, slots, tables, ends.astype(np.int32), q_starts.astype(np.int32),
-        logits_rows(rows, q_starts), samples,
-    )  # fmt: skip
+        token_ids=token_ids(rows),
+        positions=positions,
+        slots=[table[owner, positions // page_size] * np.int64(page_size) + positions % page_size for table in tables],
+        page_table=tables,
+        kv_lens=ends.astype(np.int32),
+        q_starts=q_starts.astype(np.int32),
+        logits_rows=np.repeat(q_starts[1:] - 1, [len(row.samples) for row in rows]),
+        samples=[(choice, choice.num_output + choice.num_in_flight - 1) for row in rows for choice in row.samples],
+    )
 
 
 def token_ids(rows: list[PlanRow]) -> NDArray[np.int64]:
@@ -236,12 +226,3 @@ def page_table(rows: list[PlanRow], group: int) -> NDArray[np.int32]:
     for line, held in zip(table, pages, strict=True):
         line[: len(held)] = held
     return table
-
-
-def logits_rows(rows: list[PlanRow], q_starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[R]"""
-    sampled = [int(q_starts[index + 1]) - 1 for index, row in enumerate(rows) for _ in row.samples]
-    scored = [
-        int(q_starts[index]) + offset for index, row in enumerate(rows) for offset in range(len(scored_tokens(row)))
-    ]
-    return np.array(sampled + scored, np.int64)

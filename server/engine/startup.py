@@ -1,0 +1,214 @@
+"""From an EngineConfig to an engine that can serve: load, size and allocate the cache, warm up.
+
+The one place that knows every part; holds no state of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from model.config import ConfigError, ModelConfig, load_config
+from model.decoder import Decoder
+from model.kv_cache import KVCache
+from model.memory import available_bytes, default_pool_bytes, resident_bytes, rss_bytes
+from model.ops.select import ops_for
+from model.weights import load_decoder
+
+from model.kv_cost import KVLayout, layout_for
+from model.ops.interface import Ops
+from server.engine.core import Engine
+from server.engine.messages import EngineConfig, EngineInfo, Progress, SamplingParams, Submit
+from server.engine.page_tables import PageTables
+from server.engine.pool_size import full_batch_pages, pages_within, workspace_bytes
+from server.engine.runner import ModelRunner
+from server.engine.scheduler import Limits, Scheduler
+
+WARM_UP_TOKENS = 64
+Report = Callable[[Progress], None]
+
+
+@dataclass
+class Phases:
+    """Seconds of each phase of the start, announced as they begin."""
+
+    report: Report
+    seconds: list[tuple[str, float]] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str, detail: str = "") -> Iterator[None]:
+        self.report(Progress(name, detail))
+        started = time.monotonic()
+        yield
+        self.seconds.append((name, time.monotonic() - started))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A loaded model with its cache: all that engines are made of."""
+
+    config: EngineConfig
+    model: ModelConfig
+    decoder: Decoder
+    ops: Ops
+    device: torch.device
+    dtype: str
+    limits: Limits
+    workspace: int
+    kv: KVCache
+    warnings: tuple[str, ...]
+
+    def engine(self, info: EngineInfo) -> Engine:
+        """An engine with empty books on this machine."""
+        config, limits = self.config, self.limits
+        tables = PageTables(
+            self.kv.layout, self.kv.num_pages, limits.max_num_batched_tokens, config.prefix_caching, time.monotonic_ns()
+        )
+        overlaps = self.device.type != "cpu"
+        runner = ModelRunner(self.decoder, self.kv, self.ops, self.model.vocab_size, self.device, overlaps)
+        return Engine(Scheduler(limits, tables), runner, info)
+
+    def info(self, phases: Phases) -> EngineInfo:
+        layout, limits = self.kv.layout, self.limits
+        return EngineInfo(
+            vocab_size=self.model.vocab_size,
+            max_model_len=limits.max_model_len,
+            device=str(self.device),
+            dtype=self.dtype,
+            kv_dtype=layout.groups[0].dtype,
+            backend=self.ops.name,
+            threads=torch.get_num_threads(),
+            batch_invariant=self.device.type == "cpu" or self.config.batch_invariant,
+            page_size=layout.page_size,
+            num_pages=self.kv.num_pages,
+            page_bytes=tuple(layout.page_bytes(group) for group in range(len(layout.groups))),
+            kv_bytes_predicted=layout.pool_bytes(self.kv.num_pages),
+            kv_bytes_allocated=self.kv.nbytes,
+            kv_bytes_resident=kv_resident_bytes(self.kv),
+            weights_bytes=self.decoder.weights_nbytes,
+            workspace_bytes=self.workspace,
+            rss_bytes=rss_bytes(),
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            prefix_caching=self.config.prefix_caching,
+            pid=os.getpid(),
+            phases=tuple(phases.seconds),
+            warnings=self.warnings,
+        )
+
+
+def build_engine(config: EngineConfig, report: Report = lambda progress: None) -> Engine:
+    """Load a canonical folder and return a warm engine.
+
+    Raises ConfigError or WeightsError for a folder that cannot be served, MemoryError where memory does not suffice.
+    """
+    phases = Phases(report)
+    machine = _assemble(config, phases)
+    with phases.phase("warm_up"):
+        _warm_up(machine.engine(machine.info(phases)))
+    return machine.engine(machine.info(phases))
+
+
+def _assemble(config: EngineConfig, phases: Phases) -> Machine:
+    device = torch.device(_best_device() if config.device == "auto" else config.device)
+    folder, ops = Path(config.model), ops_for(device)
+    model = load_config(folder)
+    dtype = _dtype(config, model, ops, device)
+    limits = _limits(config, model)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    layout = layout_for(model, config.page_size, kv_dtype)
+
+
+    def progress(done: int, layers: int) -> None:
+        phases.report(Progress("load", f"{done} of {layers} layers"))
+
+    with phases.phase("load", config.model):
+        decoder = load_decoder(
+            folder, model, ops, device, getattr(torch, dtype), config.quantization, progress, limits.max_model_len
+        )
+    workspace = workspace_bytes(limits.max_num_seqs + limits.prompt_logits, model.vocab_size)
+    num_pages = _num_pages(config, layout, limits, _free_bytes(device) - workspace)
+    with phases.phase("allocate", f"{layout.pool_bytes(num_pages)} bytes of KV cache"):
+        kv = KVCache(layout, num_pages, device)
+    assert kv.nbytes == layout.pool_bytes(num_pages), (kv.nbytes, layout.pool_bytes(num_pages))
+    limits, warnings = _within_pool(limits, layout, num_pages)
+    return Machine(config, model, decoder, ops, device, dtype, limits, workspace, kv, decoder.warnings + warnings)
+
+
+def _best_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, ops: Ops, device: torch.device) -> str:
+    """auto: the checkpoint's; on a CPU without kernels of our own, float32."""
+    if config.dtype == "auto":
+        return "float32" if device.type == "cpu" and ops.name == "reference" else model.dtype
+    if config.dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype {config.dtype!r} is unknown: use auto, float32, bfloat16 or float16")
+    return config.dtype
+
+
+def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
+    longest = model.max_position_embeddings
+    wanted = longest if config.max_model_len is None else config.max_model_len
+    if not 2 <= wanted <= longest:
+        raise ConfigError(f"max_model_len is {wanted}: this model takes 2 to {longest} tokens (--max-model-len)")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}: a step must have room for one token of each "
+            f"of max_num_seqs = {config.max_num_seqs} sequences"
+        )
+    return Limits(wanted, config.max_num_seqs, config.max_num_batched_tokens)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_bytes()
+
+
+def _num_pages(config: EngineConfig, layout: KVLayout, limits: Limits, available: int) -> tuple[int, ...]:
+    """Pages of each group: as asked for, else by the device's rule. `available` leaves out the widest step."""
+    full = full_batch_pages(layout, limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)
+    full_bytes = layout.pool_bytes(tuple(count + 1 for count in full))
+    if config.kv_cache_memory is None:
+        on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+        budget = available if on_gpu else default_pool_bytes(available, full_bytes)
+        return pages_within(layout, min(budget, full_bytes), full)
+    if config.kv_cache_memory > available:
+        raise MemoryError(
+            f"a KV cache of {config.kv_cache_memory} bytes does not fit: {max(0, available)} bytes are available "
+            f"beside the weights and the widest step (--kv-cache-memory)"
+        )
+    return pages_within(layout, config.kv_cache_memory, full)
+
+
+def _within_pool(limits: Limits, layout: KVLayout, num_pages: tuple[int, ...]) -> tuple[Limits, tuple[str, ...]]:
+    """Lower max_model_len to what the pool holds."""
+    capacity = PageTables(layout, num_pages, limits.max_num_batched_tokens).capacity()
+    if capacity >= limits.max_model_len:
+        return limits, ()
+    if capacity < 2:
+        raise MemoryError("the KV cache holds less than two tokens: give it more (--kv-cache-memory)")
+    warning = f"max_model_len is lowered from {limits.max_model_len} to {capacity} tokens: the KV cache holds no more"
+    return replace(limits, max_model_len=capacity), (warning,)
+
+
+def kv_resident_bytes(kv: KVCache) -> int:
+    """Bytes of the pool that the system has committed: all of it on a GPU, what was touched on a CPU."""
+    if kv.storages[0].device.type != "cpu":
+        return kv.nbytes
+    return sum(resident_bytes(storage.data_ptr(), storage.untyped_storage().nbytes()) for storage in kv.storages)
+
+
+def _warm_up(engine: Engine) -> None:
+    """One prompt and two tokens through every code path that compiles or allocates on first use."""
+    length = min(WARM_UP_TOKENS, engine.info.max_model_len - 1)
+    engine.add(Submit("warm-up", Submit.pack([0] * length), SamplingParams(max_tokens=2, seed=0)))
+    while engine.has_work:
+        engine.step()

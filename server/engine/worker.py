@@ -1,0 +1,119 @@
+"""The engine process: messages in, steps out, over one pipe.
+
+Knows no HTTP. It ends on Shutdown or when the pipe does, and says on the pipe why it ended otherwise.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+
+import torch
+from model.config import ConfigError
+from model.checkpoint import WeightsError
+
+from server.engine.core import Engine
+from server.engine.cores import usable_cores
+from server.engine.messages import Abort, Crashed, EngineConfig, Query, Ready, Row, Shutdown, StepOutput, Submit
+from server.engine.runner import is_out_of_memory
+from server.engine.startup import build_engine
+
+
+class PipeClosedError(Exception):
+    """The other end is gone: there is nobody left to serve."""
+
+
+def run(conn: Connection, config: EngineConfig) -> None:
+    """Main of the spawned process. Exit code 1 after Crashed.
+
+    The parent decides when to stop, so the terminal's signals are ignored here. GOMP_SPINCOUNT must be in the
+    environment before the spawn: OpenMP reads it once.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        torch.set_num_threads(config.threads or usable_cores())
+        engine = build_engine(config, lambda progress: _send(conn, progress))
+        _send(conn, Ready(engine.info))
+        Worker(conn, engine).serve()
+    except PipeClosedError:
+        return
+    except Exception as error:
+        _say_why(conn, error)
+        sys.exit(1)
+
+
+def _send(conn: Connection, message: object) -> None:
+    try:
+        conn.send(message)
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise PipeClosedError from error
+
+
+def _say_why(conn: Connection, error: Exception) -> None:
+    try:
+        _send(conn, Crashed(explain(error), traceback.format_exc()))
+    except PipeClosedError:
+        traceback.print_exc()
+
+
+def explain(error: Exception) -> str:
+    """One line for the operator."""
+    line = " ".join(str(error).split())
+    if isinstance(error, (ConfigError, WeightsError, OSError)):
+        return line
+    if is_out_of_memory(error):
+        return f"not enough memory: {line}"
+    return f"the engine failed: {type(error).__name__}: {line}"
+
+
+class Worker:
+    """The loop: take what the pipe holds, do one step, send what it brought."""
+
+    def __init__(self, conn: Connection, engine: Engine) -> None:
+        self._conn = conn
+        self._engine = engine
+        self._ends_at: float | None = None  # set once Shutdown came
+
+    def serve(self) -> None:
+        while self._ends_at is None or (self._engine.has_work and time.monotonic() < self._ends_at):
+            self._drain_pipe()
+            if self._engine.has_work:
+                _send(self._conn, self._engine.step())
+        self._drop_rest()
+
+    def _drain_pipe(self) -> None:
+        """Handle every message that waits; wait for one if there is nothing else to do."""
+        idle = not self._engine.has_work and self._ends_at is None
+        while self._conn.poll(None if idle else 0):
+            try:
+                message = self._conn.recv()
+            except (EOFError, ConnectionResetError) as error:
+                raise PipeClosedError from error
+            self._handle(message)
+            idle = False
+
+    def _handle(self, message: object) -> None:
+        match message:
+            case Submit() if self._ends_at is not None:
+                refusal = Row(message.id, 0, finish="error", error="the engine is shutting down")
+                _send(self._conn, StepOutput((refusal,)))
+            case Submit():
+                self._engine.add(message)
+            case Abort():
+                self._engine.abort(message)
+            case Query():
+                _send(self._conn, self._engine.query(message))
+            case Shutdown():
+                self._ends_at = time.monotonic() + message.deadline
+            case _:
+                raise TypeError(f"unknown message on the pipe: {message!r}")
+
+    def _drop_rest(self) -> None:
+        """The deadline has passed: end what still runs, and say so."""
+        self._engine.abort(Abort(self._engine.request_ids(), "drain"))
+        while self._engine.has_work:
+            _send(self._conn, self._engine.step())
