@@ -120,7 +120,8 @@ class Rig:
     now: list[int]
 
     def submit(self, request_id: str, prompt: list[int], **fields: object) -> SamplingParams:
-        submit_fields = {name: fields.pop(name) for name in ("tenant", "priority", "cache_salt", "kind") if name in fields}
+        of_submit = [name for name in ("tenant", "priority", "cache_salt", "kind") if name in fields]
+        submit_fields = {name: fields.pop(name) for name in of_submit}
         fields.setdefault("max_tokens", 8)
         params = SamplingParams(**fields)  # type: ignore[arg-type]
         self.engine.add(Submit(request_id, Submit.pack(prompt), params, **submit_fields))  # type: ignore[arg-type]

@@ -176,7 +176,8 @@ from server.engine.worker import run
 if __name__ == "__main__":
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
-    process = spawn.Process(target=run, args=(there, EngineConfig(sys.argv[1], "cpu", threads=1, kv_cache_memory=1 << 20)))
+    config = EngineConfig(sys.argv[1], "cpu", threads=1, kv_cache_memory=1 << 20)
+    process = spawn.Process(target=run, args=(there, config))
     process.start()
     there.close()
     while not isinstance(here.recv(), Ready):
@@ -193,9 +194,8 @@ def test_a_killed_parent_leaves_no_engine_behind(config: EngineConfig, tmp_path:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     root = str(Path(__file__).parent.parent)
-    parent = subprocess.Popen(
-        [sys.executable, str(script), config.model], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": root}
-    )
+    command, path = [sys.executable, str(script), config.model], os.environ | {"PYTHONPATH": root}
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=path)
     assert parent.stdout is not None
     engine = int(parent.stdout.readline())
     parent.kill()

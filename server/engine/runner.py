@@ -10,12 +10,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from model.kv_cache import KVCache
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from model.batch import Batch, Sampled
+from model.kv_cache import KVCache
 from model.ops.interface import Ops
 from server.engine.messages import TokenLogprob
 from server.engine.plan import PlanRow, RowResult, StepPlan

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+
 from model.config import ConfigError, ModelConfig, load_config
 from model.decoder import Decoder
 from model.kv_cache import KVCache
+from model.kv_cost import KVLayout, layout_for
 from model.memory import available_bytes, default_pool_bytes, resident_bytes, rss_bytes
+from model.ops.interface import Ops
 from model.ops.select import ops_for
 from model.weights import load_decoder
-
-from model.kv_cost import KVLayout, layout_for
-from model.ops.interface import Ops
 from server.engine.core import Engine
 from server.engine.messages import EngineConfig, EngineInfo, Progress, SamplingParams, Submit
 from server.engine.page_tables import PageTables
@@ -122,7 +122,6 @@ def _assemble(config: EngineConfig, phases: Phases) -> Machine:
     limits = _limits(config, model)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     layout = layout_for(model, config.page_size, kv_dtype)
-
 
     def progress(done: int, layers: int) -> None:
         phases.report(Progress("load", f"{done} of {layers} layers"))

@@ -12,9 +12,9 @@ import traceback
 from multiprocessing.connection import Connection
 
 import torch
-from model.config import ConfigError
-from model.checkpoint import WeightsError
 
+from model.checkpoint import WeightsError
+from model.config import ConfigError
 from server.engine.core import Engine
 from server.engine.cores import usable_cores
 from server.engine.messages import Abort, Crashed, EngineConfig, Query, Ready, Row, Shutdown, StepOutput, Submit
