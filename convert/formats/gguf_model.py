@@ -1,0 +1,224 @@
+"""From GGUF's metadata and tensor names to a `Source`: which architecture, which config, which Hugging Face names.
+
+Knows nothing of the container's bytes (gguf.py) or of tokenizers (tokenizer/gguf.py). Architectures not listed here
+are refused: the file does not say how its channels are paired, so this table must.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert.dtypes import NUMPY, Array, shortest_float
+from convert.errors import ConvertError
+from convert.formats.gguf import GgufFile, GgufTensor, read_gguf
+from convert.formats.gguf_quants import PLAIN, dequantize
+from convert.formats.gguf_rope import rope_config
+from convert.rope_pairing import Pairing
+from convert.source import ConfigEntry, Source, SourceTensor
+from convert.tokenizer.gguf import tokenizer_files
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a GGUF architecture name means in Hugging Face terms."""
+
+    model_type: str
+    class_name: str
+    pairing: Pairing
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", "adjacent"),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", "split_half"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", "split_half"),
+}
+
+GLOBAL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+LAYER_NAME = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
+ROPE_FREQS = "rope_freqs.weight"
+DESCRIPTIVE = ("general.", "quantize.", "tokenizer.")  # they describe the file, or went into the tokenizer
+
+
+class Fields:
+    """Metadata reader that remembers what was asked for, so that the rest can be reported."""
+
+    def __init__(self, file: GgufFile, arch: str) -> None:
+        self.file, self.arch, self.used = file, arch, set[str]()
+
+    def fail(self, key: str, text: str) -> ConvertError:
+        return ConvertError(f"metadata {self.arch}.{key}: {text}", self.file.path)
+
+    def raw(self, key: str) -> Any:
+        """The value as stored, or None."""
+        self.used.add(f"{self.arch}.{key}")
+        return self.file.metadata.get(f"{self.arch}.{key}")
+
+    def get(self, key: str, kind: type = int, default: Any = None) -> ConfigEntry:
+        """The value under `arch.key`, or the default; without a default the key is required."""
+        name = f"{self.arch}.{key}"
+        value = self.raw(key)
+        if value is None:
+            if default is None:
+                raise self.fail(key, "missing")
+            return ConfigEntry(default, f"default of GGUF ({name} is absent)")
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            number = shortest_float(value) if name in self.file.float32_keys else float(value)
+            return ConfigEntry(number, name)
+        if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
+            raise self.fail(key, f"expected one {kind.__name__}, found {str(value)[:60]!r}")
+        if isinstance(value, int) and kind is int and value < 1:
+            raise self.fail(key, f"must be positive, found {value}")
+        return ConfigEntry(value, name)
+
+    def has(self, key: str) -> bool:
+        return f"{self.arch}.{key}" in self.file.metadata
+
+
+def open_gguf(path: Path) -> Source:
+    """Read the header of a GGUF file; tensors stay on disk. Raises ConvertError for what is not understood."""
+    file = read_gguf(path)
+    arch = file.metadata.get("general.architecture")
+    if not isinstance(arch, str):
+        raise ConvertError("metadata general.architecture is missing", path)
+    if arch not in ARCHITECTURES:
+        raise ConvertError(f"GGUF architecture {arch!r} is not supported (known: {', '.join(ARCHITECTURES)})", path)
+    fields = Fields(file, arch)
+    if file.metadata.get("split.count", 1) > 1:
+        raise ConvertError("split GGUF files are not supported: merge them with llama-gguf-split --merge first", path)
+    config = _config(file, fields, ARCHITECTURES[arch])
+    names = {name: target for name in file.tensors if (target := _target_name(name)) is not None}
+    dropped = {ROPE_FREQS: "folded into rope_parameters"} if ROPE_FREQS in file.tensors else {}
+    return Source(
+        path=path, format="gguf", architecture=arch, pairing=ARCHITECTURES[arch].pairing, config=config,
+        names=names, table={t.name: _source_tensor(file, t) for t in file.tensors.values()}, raw=file.metadata,
+        dropped=dropped, unused=_unused(file, fields), tokenizer_files=lambda: tokenizer_files(file.metadata, path),
+    )  # fmt: skip
+
+
+def _target_name(name: str) -> str | None:
+    if name in GLOBAL_NAMES:
+        return GLOBAL_NAMES[name]
+    match = LAYER_NAME.fullmatch(name)
+    if match is None or match[2] not in LAYER_NAMES:
+        return None
+    return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
+
+
+def _source_tensor(file: GgufFile, tensor: GgufTensor) -> SourceTensor:
+    def read() -> Array:
+        blocks = file.blocks(tensor)
+        if tensor.type in PLAIN:
+            return blocks.reshape(-1).view(NUMPY[tensor.type]).reshape(tensor.shape)
+        return dequantize(blocks, tensor.type).reshape(tensor.shape)
+
+    dtype = PLAIN.get(tensor.type, "F32")
+    return SourceTensor(tensor.name, tensor.shape, tensor.type, dtype, file.path, tensor.offset, read)
+
+
+def _config(file: GgufFile, fields: Fields, arch: Architecture) -> dict[str, ConfigEntry]:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ConvertError("tensor token_embd.weight is missing or not a matrix", file.path)
+    from_table = f"table of architectures ({fields.arch})"
+    heads, hidden = fields.get("attention.head_count"), fields.get("embedding_length")
+    kv_heads = fields.get("attention.head_count_kv", int, heads.value)
+    if fields.has("attention.key_length"):
+        head_dim = fields.get("attention.key_length")
+    else:
+        head_dim = ConfigEntry(hidden.value // heads.value, "embedding_length / attention.head_count")
+    _check_heads(fields, heads.value, kv_heads.value, head_dim.value)
+    config = {
+        "architectures": ConfigEntry([arch.class_name], from_table),
+        "model_type": ConfigEntry(arch.model_type, from_table),
+        "hidden_size": hidden,
+        "intermediate_size": fields.get("feed_forward_length"),
+        "num_hidden_layers": fields.get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": ConfigEntry(embedding.shape[0], "rows of token_embd.weight"),
+        "max_position_embeddings": fields.get("context_length"),
+        "rms_norm_eps": fields.get("attention.layer_norm_rms_epsilon", float),
+        "hidden_act": ConfigEntry("silu", from_table),
+    }
+    config |= rope_config(file, fields, head_dim.value)
+    return config | _presence(file, arch) | _window(fields, arch) | _special_tokens(file)
+
+
+def _check_heads(fields: Fields, heads: int, kv_heads: int, head_dim: int) -> None:
+    if heads % kv_heads:
+        raise fields.fail("attention.head_count_kv", f"{kv_heads} does not divide {heads} heads")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        width = fields.get(key, int, head_dim).value
+        if width != head_dim:
+            raise fields.fail(key, f"{width} differs from head_dim {head_dim}, which is not supported")
+    if fields.raw("expert_count"):
+        raise fields.fail("expert_count", "mixtures of experts are not supported")
+
+
+def _presence(file: GgufFile, arch: Architecture) -> dict[str, ConfigEntry]:
+    """What only the presence of a tensor tells."""
+    tied = "output.weight" not in file.tensors
+    config = {"tie_word_embeddings": ConfigEntry(tied, f"output.weight is {'absent' if tied else 'present'}")}
+    for key, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_gate.bias")):
+        if arch.model_type != "qwen2":
+            there = tensor in file.tensors
+            config[key] = ConfigEntry(there, f"{tensor} is {'present' if there else 'absent'}")
+    return config
+
+
+def _window(fields: Fields, arch: Architecture) -> dict[str, ConfigEntry]:
+    """GGUF has no mistral architecture: a llama file with a window is one."""
+    if not fields.has("attention.sliding_window"):
+        return {}
+    window = fields.get("attention.sliding_window")
+    if arch.model_type != "llama":
+        raise fields.fail("attention.sliding_window", f"windows of {arch.model_type} are not supported")
+    return {
+        "sliding_window": window,
+        "model_type": ConfigEntry("mistral", window.origin),
+        "architectures": ConfigEntry(["MistralForCausalLM"], window.origin),
+    }
+
+
+def _special_tokens(file: GgufFile) -> dict[str, ConfigEntry]:
+    keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    found = {key: f"tokenizer.ggml.{name}_token_id" for key, name in keys.items()}
+    return {key: ConfigEntry(int(file.metadata[at]), at) for key, at in found.items() if at in file.metadata}
+
+
+def _unused(file: GgufFile, fields: Fields) -> dict[str, str]:
+    """The metadata that does not enter config.json. A key of the architecture that nothing read is refused."""
+    unused = {}
+    for key in file.metadata:
+        if key in fields.used:
+            continue
+        if key.startswith(f"{fields.arch}.") and key != f"{fields.arch}.vocab_size":
+            raise ConvertError(f"metadata {key} = {str(file.metadata[key])[:40]} is not understood", file.path)
+        described = key.startswith(DESCRIPTIVE) or key == f"{fields.arch}.vocab_size"
+        unused[key] = "describes the file or its tokenizer" if described else "unknown, not used"
+    return unused

@@ -1,0 +1,133 @@
+"""Hugging Face folders: config.json beside safetensors. They are canonical already and served as they are.
+
+Knows nothing of other formats. Every shard's header and length is checked before a tensor is believed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert.dtypes import NUMPY, Array
+from convert.errors import ConvertError
+from convert.source import ConfigEntry, Source, SourceTensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER = 100_000_000
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
+}  # fmt: skip
+
+
+def is_huggingface(folder: Path) -> bool:
+    """config.json and model.safetensors, or an index of shards."""
+    there = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    return there and (folder / "config.json").is_file()
+
+
+def open_huggingface(folder: Path) -> Source:
+    """Read config.json and the header of every shard. Raises ConvertError for damage of any kind."""
+    config = read_json(folder / "config.json")
+    table = read_folder(folder)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConvertError("no model_type", folder / "config.json")
+    return Source(
+        path=folder, format="huggingface", architecture=model_type, pairing="split_half",
+        config={key: ConfigEntry(value, "config.json") for key, value in config.items()},
+        names={name: name for name in table}, table=table, raw=config, canonical=True,
+    )  # fmt: skip
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ConvertError naming the byte where it stops being one."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise ConvertError("missing", path) from error
+    except json.JSONDecodeError as error:
+        raise ConvertError(f"not valid JSON ({error.msg})", path, error.pos) from error
+    except UnicodeDecodeError as error:
+        raise ConvertError("not valid UTF-8", path, error.start) from error
+    if not isinstance(value, dict):
+        raise ConvertError("not a JSON object", path, 0)
+    return value
+
+
+def read_folder(folder: Path) -> dict[str, SourceTensor]:
+    """The tensors of the single file or of every shard that the index names, each in the file that it is said to be."""
+    if not (folder / INDEX).is_file():
+        return read_safetensors(folder / SINGLE)
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConvertError("no weight_map", folder / INDEX)
+    table: dict[str, SourceTensor] = {}
+    for shard in sorted(set(map(str, weight_map.values()))):
+        if Path(shard).name != shard or not (folder / shard).is_file():
+            raise ConvertError(f"shard {shard!r} is not in the folder", folder / INDEX)
+        found = read_safetensors(folder / shard)
+        twice = found.keys() & table.keys()
+        stray = [name for name in found if weight_map.get(name) != shard]
+        if twice or stray:
+            raise ConvertError(f"tensor {sorted(twice or stray)[0]!r} is not where {INDEX} says", folder / shard)
+        table |= found
+    if missing := sorted(weight_map.keys() - table.keys()):
+        raise ConvertError(f"tensor {missing[0]!r} is in no shard", folder / INDEX)
+    return table
+
+
+def read_safetensors(path: Path) -> dict[str, SourceTensor]:
+    """The tensor table of one file; data ranges must tile the file exactly."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(MAX_HEADER, size - 8):
+            raise ConvertError(f"header of {length} bytes in a file of {size} (truncated or not safetensors)", path, 0)
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+    except ValueError as error:
+        raise ConvertError("header is not JSON", path, 8) from error
+    if not isinstance(header, dict):
+        raise ConvertError("header is not a JSON object", path, 8)
+    header.pop("__metadata__", None)
+    rows = [_row(path, name, entry) for name, entry in header.items()]
+    end = 0
+    for name, _, _, begin, stop in sorted(rows, key=lambda row: row[3:]):
+        if begin != end:
+            raise ConvertError(f"tensor {name!r} starts at {begin}, not at {end} where the one before ends", path, 8)
+        end = stop
+    if 8 + length + end != size:
+        raise ConvertError(f"holds {size} bytes, its header describes {8 + length + end}", path, size)
+    base = 8 + length
+    return {name: _tensor(path, name, dtype, shape, base + begin) for name, dtype, shape, begin, _ in rows}
+
+
+def _row(path: Path, name: str, entry: Any) -> tuple[str, str, tuple[int, ...], int, int]:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        count = 1
+        for dim in shape:
+            count *= dim
+        sound = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end))
+        sound = sound and end - begin == count * ITEM_BYTES[dtype]
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise ConvertError(f"header entry of tensor {name!r} is not sound: {str(entry)[:80]}", path, 8)
+    return name, dtype, shape, begin, end
+
+
+def _tensor(path: Path, name: str, dtype: str, shape: tuple[int, ...], offset: int) -> SourceTensor:
+    def read() -> Array:
+        if dtype not in NUMPY:
+            raise ConvertError(f"tensor {name!r} is {dtype}, which is not supported", path, offset)
+        count = int(np.prod(shape, dtype=np.int64))
+        return np.memmap(path, NUMPY[dtype], "r", offset, (count,)).reshape(shape)
+
+    return SourceTensor(name, shape, dtype, dtype, path, offset, read)

@@ -1,0 +1,95 @@
+"""One conversion from opening the source to the finished folder: plan, check, write, prove, report, rename.
+
+Knows nothing of the command line or of the cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from convert.dtypes import TORCH_NAMES
+from convert.errors import ConvertError
+from convert.plan import Target, make_plan
+from convert.report import REPORT_FILE, is_lossless, make_report
+from convert.source import Source, open_source
+from convert.tokenizer.assemble import to_json
+from convert.verify import prove, require
+from convert.write import atomic_folder, check_free_disk, write_tensors, write_text
+
+Progress = Callable[[str, int, int], None]
+"""progress(what, done, total): bytes while writing, 0 of 0 for a notice."""
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """The progress of who does not look."""
+
+
+def convert(
+    path: Path, destination: Path, dtype: str | None = None, progress: Progress = silent
+) -> dict[str, Any] | None:
+    """Convert `path` to a canonical folder `destination`; returns the report, None if the folder was there already.
+
+    dtype: F32, F16 or BF16 for every tensor; None keeps each as stored (quantised ones become F32, which is exact).
+    Raises ConvertError, and OSError for a full or failing disk; either way nothing is left at `destination`.
+    """
+    source = open_source(path)
+    if source.canonical:
+        raise ConvertError("is a Hugging Face folder already: serve it as it is", path)
+    targets = make_plan(source, dtype)
+    with atomic_folder(destination, lambda text: progress(text, 0, 0)) as folder:
+        if folder is None:
+            return None
+        check_free_disk(folder, sum(target.nbytes for target in targets))
+        return _fill(folder, source, targets, progress)
+
+
+def _fill(folder: Path, source: Source, targets: list[Target], progress: Progress) -> dict[str, Any]:
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "tokenizer and config"):
+        for name, text in source.tokenizer_files().items():
+            write_text(folder / name, text)
+        config = source.values() | {"dtype": _main_dtype(targets), "torch_dtype": _main_dtype(targets)}
+        write_text(folder / "config.json", to_json(config))
+    with _timed(seconds, "weights"):
+        hashes = _write(folder, targets, progress)
+    progress("proving", 0, 0)
+    with _timed(seconds, "proof"):
+        proof = prove(folder, source, is_lossless(targets))
+    require(proof, source.path)
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    report = make_report(source, targets, hashes, files, proof.as_json(), seconds)
+    write_text(folder / REPORT_FILE, to_json(report))
+    return report
+
+
+def _write(folder: Path, targets: list[Target], progress: Progress) -> dict[str, str]:
+    hashes: dict[str, str] = {}
+    done, total = 0, sum(target.nbytes for target in targets)
+
+    def on_tensor(target: Target, digest: str) -> None:
+        nonlocal done
+        hashes[target.name] = digest
+        done += target.nbytes
+        progress("writing", done, total)
+
+    write_tensors(targets, folder, on_tensor)
+    return hashes
+
+
+def _main_dtype(targets: list[Target]) -> str:
+    """The type that holds most bytes, in torch's spelling."""
+    sizes: dict[str, int] = {}
+    for target in targets:
+        sizes[target.dtype] = sizes.get(target.dtype, 0) + target.nbytes
+    return TORCH_NAMES[max(sizes, key=lambda dtype: sizes[dtype])]
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - start

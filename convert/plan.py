@@ -1,0 +1,125 @@
+"""What will be written: every tensor of the result, its shape, its sources and what is done to them.
+
+Knows nothing of files on the way in or out. Planning reads no data, so that every refusal comes before the first byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from convert.dtypes import NUMPY, Array, all_finite, cast
+from convert.errors import ConvertError
+from convert.rope_pairing import to_split_half
+from convert.source import Source, SourceTensor
+
+Shape = tuple[int, ...]
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One tensor of the result. read gives exactly the array to store, checked for NaN and inf."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    source: SourceTensor
+    transform: str
+    read: Callable[[], Array]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * NUMPY[self.dtype].itemsize
+
+
+def expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Every tensor that this config needs, in the order of the layers, with its shape."""
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    qkv_bias = attention_bias or config["model_type"] == "qwen2"
+    linears: dict[str, tuple[int, int, bool]] = {
+        "self_attn.q_proj": (q, hidden, qkv_bias), "self_attn.k_proj": (kv, hidden, qkv_bias),
+        "self_attn.v_proj": (kv, hidden, qkv_bias), "self_attn.o_proj": (hidden, q, attention_bias),
+        "mlp.gate_proj": (inner, hidden, mlp_bias), "mlp.up_proj": (inner, hidden, mlp_bias),
+        "mlp.down_proj": (hidden, inner, mlp_bias),
+    }  # fmt: skip
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if config["model_type"] == "qwen3":
+        norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        for name, (rows, columns, bias) in linears.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        shapes |= {f"{prefix}{name}.weight": (width,) for name, width in norms.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
+
+
+def make_plan(source: Source, dtype: str | None = None) -> list[Target]:
+    """One target for every tensor the config needs. Raises ConvertError unless sources and needs match exactly."""
+    config = source.values()
+    if config["model_type"] not in MODEL_TYPES:
+        raise ConvertError(f"model_type {config['model_type']!r} is not supported", source.path)
+    by_target = {target: source.table[name] for name, target in source.names.items()}
+    shapes = expected_shapes(config)
+    _account(source, shapes, by_target)
+    return [_target(source, config, name, shape, by_target[name], dtype) for name, shape in shapes.items()]
+
+
+def _account(source: Source, shapes: dict[str, Shape], by_target: dict[str, SourceTensor]) -> None:
+    """Every source tensor is used or dropped for a reason; every needed tensor is there in the right shape."""
+    for name, tensor in source.table.items():
+        used = source.names.get(name) in shapes
+        if not used and name not in source.dropped:
+            text = f"tensor {name!r} is not part of a {source.architecture} model"
+            raise ConvertError(text, tensor.path, tensor.offset)
+    for name, shape in shapes.items():
+        if name not in by_target:
+            raise ConvertError(f"no tensor for {name}, which the config needs", source.path)
+        tensor = by_target[name]
+        if tensor.shape != shape:
+            raise ConvertError(
+                f"tensor {tensor.name!r} has shape {tensor.shape}, the config needs {shape}", tensor.path, tensor.offset
+            )
+        if tensor.dtype not in NUMPY:
+            raise ConvertError(f"tensor {tensor.name!r} is {tensor.stored}: not supported", tensor.path, tensor.offset)
+
+
+def _target(
+    source: Source, config: Mapping[str, Any], name: str, shape: Shape, tensor: SourceTensor, dtype: str | None
+) -> Target:
+    target_dtype = dtype or tensor.dtype
+    heads = _rope_heads(name, config) if source.pairing == "adjacent" else None
+
+    def read() -> Array:
+        array = tensor.read()
+        if not all_finite(array, tensor.dtype):
+            raise ConvertError(f"tensor {tensor.name!r} holds NaN or inf", tensor.path, tensor.offset)
+        array = cast(array if heads is None else to_split_half(array, heads), tensor.dtype, target_dtype)
+        if target_dtype != tensor.dtype and not all_finite(array, target_dtype):
+            raise ConvertError(f"tensor {tensor.name!r} overflows {target_dtype}", tensor.path, tensor.offset)
+        return array
+
+    steps = [f"dequantise {tensor.stored}"] if tensor.stored != tensor.dtype else []
+    steps += [] if heads is None else [f"adjacent to split-half, {heads} heads"]
+    steps += [f"round to {target_dtype}"] if target_dtype != tensor.dtype else []
+    return Target(name, shape, target_dtype, tensor, ", ".join(steps) or "as stored", read)
+
+
+def _rope_heads(name: str, config: Mapping[str, Any]) -> int | None:
+    """How many heads the rows of this tensor belong to, where RoPE turns them; None elsewhere."""
+    if ".q_proj." in name:
+        return int(config["num_attention_heads"])
+    if ".k_proj." in name:
+        return int(config["num_key_value_heads"])
+    return 1 if ".q_norm." in name or ".k_norm." in name else None

@@ -1,0 +1,60 @@
+"""conversion_report.json: the account of every tensor and config key, and the proof.
+
+Knows nothing of how any of it was computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from convert.plan import Target
+from convert.source import Source
+
+REPORT_FILE = "conversion_report.json"
+CONVERTER_VERSION = 1
+"""Part of the cache key: raise it when the same source would give other bytes."""
+
+
+def make_report(
+    source: Source, targets: list[Target], hashes: Mapping[str, str], files: Mapping[str, int],
+    proof: dict[str, Any], seconds: Mapping[str, float],
+) -> dict[str, Any]:  # fmt: skip
+    """hashes: target name -> sha256 of the written bytes. files: name -> size, to detect a half-copied folder."""
+    return {
+        "converter": {"name": "ropeway", "version": CONVERTER_VERSION},
+        "source": {"name": source.path.name, "format": source.format, "architecture": source.architecture,
+                   "pairing": source.pairing},
+        "lossless": is_lossless(targets),
+        "tensors": [_row(target, hashes[target.name]) for target in targets],
+        "not_used": [{"source": name, "reason": reason} for name, reason in source.dropped.items()],
+        "config": {key: {"value": entry.value, "from": entry.origin} for key, entry in source.config.items()},
+        "metadata_not_used": source.unused,
+        "proof": proof,
+        "files": dict(files),
+        "seconds": {phase: round(value, 3) for phase, value in seconds.items()},
+    }  # fmt: skip
+
+
+def is_lossless(targets: list[Target]) -> bool:
+    """True when no value was rounded (dequantising to fp32 is exact)."""
+    return all(target.dtype == target.source.dtype for target in targets)
+
+
+def _row(target: Target, digest: str) -> dict[str, Any]:
+    return {
+        "source": target.source.name, "stored": target.source.stored, "target": target.name, "dtype": target.dtype,
+        "shape": list(target.shape), "transform": target.transform, "sha256": digest,
+    }  # fmt: skip
+
+
+def table(report: Mapping[str, Any]) -> list[str]:
+    """The account in a few lines for the screen: tensors by what was done to them, then the proof."""
+    counts: dict[str, int] = {}
+    for row in report["tensors"]:
+        counts[row["transform"]] = counts.get(row["transform"], 0) + 1
+    lines = [f"{count:5} tensors: {transform}" for transform, count in sorted(counts.items())]
+    lines += [f"not used: {row['source']} ({row['reason']})" for row in report["not_used"]]
+    unknown = [key for key, reason in report["metadata_not_used"].items() if reason.startswith("unknown")]
+    lines += [f"unknown metadata, not used: {', '.join(unknown)}"] if unknown else []
+    return lines + list(report["proof"]["summary"])
