@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -97,7 +98,7 @@ def test_config_in_both_spellings_with_short_floats(tmp_path: Path) -> None:
     assert source.config["rope_theta"].origin == "llama.rope.freq_base"
 
 
-@pytest.mark.parametrize("value", [1e-05, 1e-06, 0.1, 999999.4375, 3.0])
+@pytest.mark.parametrize("value", [1e-05, 1e-06, 0.1, 1e6, 3.0])
 def test_fp32_prints_as_the_shortest_decimal_that_reads_back(value: float) -> None:
     stored = float(np.float32(value))
     assert shortest_float(stored) == value and np.float32(shortest_float(stored)) == np.float32(value)
@@ -146,7 +147,7 @@ def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_tensor_that_is_not_understood_is_refused(tmp_path: Path) -> None:
     more = {"blk.0.attn_sinks.weight": np.zeros(6, np.float32)}
     path = write_gguf(tmp_path / "a.gguf", small(), random_tensors(small()), more_tensors=more)
-    with pytest.raises(ConvertError, match="'blk.0.attn_sinks.weight' is not part of a llama model"):
+    with pytest.raises(ConvertError, match=r"'blk\.0\.attn_sinks\.weight' is not part of a llama model"):
         convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -241,22 +242,20 @@ def test_overlapping_tensors_and_refused_types_are_named(whole: bytes, tmp_path:
         open_source(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_damage_to_the_header_is_an_error_or_harmless(data: st.DataObject, whole: bytes, tmp_path: Path) -> None:
-    """Replace, delete or insert bytes: either the file still opens, or one ConvertError says what is wrong."""
-    header = whole.index(b"output_norm.weight") + 200
-    start = data.draw(st.integers(0, min(header, len(whole) - 1)))
-    removed = data.draw(st.sampled_from([0, 1, 4, 8]))
-    inserted = data.draw(st.binary(max_size=8))
-    path = tmp_path / "a.gguf"
-    path.write_bytes(whole[:start] + inserted + whole[start + removed :])
-    out = tmp_path / "out"
-    try:
-        convert(path, out)
-    except ConvertError as error:
-        assert "\n" not in str(error) and not out.exists()
-    else:
-        for file in out.iterdir():
-            file.unlink()
-        out.rmdir()
+@settings(max_examples=150, deadline=None)
+@given(place=st.floats(0, 1), removed=st.sampled_from([0, 1, 4, 8]), inserted=st.binary(max_size=8))
+def test_any_damage_to_the_header_is_an_error_or_harmless(
+    place: float, removed: int, inserted: bytes, whole: bytes
+) -> None:
+    """Replace, delete or insert bytes: either the file still converts, or one ConvertError says what is wrong."""
+    start = int(place * (whole.index(b"output_norm.weight") + 200))
+    with tempfile.TemporaryDirectory() as folder:
+        path, out = Path(folder) / "a.gguf", Path(folder) / "out"
+        path.write_bytes(whole[:start] + inserted + whole[start + removed :])
+        try:
+            convert(path, out)
+        except ConvertError as error:
+            assert "\n" not in str(error)
+            assert [file.name for file in Path(folder).iterdir()] == ["a.gguf"]
+        else:
+            assert (out / "conversion_report.json").is_file()

@@ -44,7 +44,8 @@ def test_scores_agree_after_the_map_and_differ_before() -> None:
         return np.concatenate([turned.real, turned.imag])
 
     want = adjacent(q, 7) @ adjacent(k, 3)
-    assert split_half(to_split_half(q, 1), 7) @ split_half(to_split_half(k, 1), 3) == pytest.approx(want, abs=1e-12)
+    mapped_q, mapped_k = (np.asarray(to_split_half(x, 1), np.float64) for x in (q, k))
+    assert split_half(mapped_q, 7) @ split_half(mapped_k, 3) == pytest.approx(want, abs=1e-12)
     assert abs(split_half(q, 7) @ split_half(k, 3) - want) > 0.1
 
 
@@ -73,11 +74,5 @@ def test_only_q_converted_or_random_weights_are_undetermined() -> None:
     layers = [(adjacent_rows(q, 6), k) for q, k in paired_layers(6, 2, 32)]
     assert detect_pairing(layers, 6, 2, 32, "split_half").verdict == "undetermined"
     generator = np.random.default_rng(0)
-    noise = [
-        (
-            generator.standard_normal((192, 96)).astype(np.float32),
-            generator.standard_normal((64, 96)).astype(np.float32),
-        )
-        for _ in range(4)
-    ]
-    assert detect_pairing(noise, 6, 2, 32, "split_half").verdict == "undetermined"
+    noise = [tuple(generator.standard_normal((rows, 96)).astype(np.float32) for rows in (192, 64)) for _ in range(4)]
+    assert detect_pairing([(q, k) for q, k in noise], 6, 2, 32, "split_half").verdict == "undetermined"

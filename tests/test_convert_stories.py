@@ -1,0 +1,53 @@
+"""A real trained model (stories260K) in every format, held to the logits and the text that it is known for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from convert.formats.huggingface import open_huggingface
+from convert.forward import logits
+from convert.pipeline import convert
+from convert.readings import canonical_reading
+from convert.source import open_source
+
+LOSSLESS = ["stories260K-f32.gguf"]
+
+
+@pytest.fixture(scope="module")
+def stories(shared_data: Path) -> Path:
+    return shared_data / "stories260K"
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_logits_and_the_golden_text(name: str, stories: Path, tmp_path: Path) -> None:
+    """Greedy choices at every position of the golden 200 tokens, so that one forward stands for the whole decoding."""
+    convert(stories / name, tmp_path / "out")
+    source = open_huggingface(tmp_path / "out")
+    reading = canonical_reading(source.table, source.raw)
+    golden = json.loads((stories / "expected_greedy200.json").read_text())["ids"]
+    got = logits(reading, golden)
+    expected = np.load(stories / "expected_logits_first32.npz")
+    assert expected["ids"].tolist() == golden[:32]
+    assert np.abs(got[:32] - expected["logits"]).max() < 1e-4
+    assert got[:-1].argmax(-1).tolist() == golden[1:]
+
+
+def test_q8_0_stays_within_its_own_tolerance(stories: Path, tmp_path: Path) -> None:
+    convert(stories / "stories260K-q8_0.gguf", tmp_path / "out")
+    source = open_huggingface(tmp_path / "out")
+    expected = np.load(stories / "expected_logits_first32.npz")
+    got = logits(canonical_reading(source.table, source.raw), expected["ids"].tolist())
+    assert 1e-4 < np.abs(got - expected["logits"]).max() < 0.5
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_tensors_equal_those_of_the_hugging_face_folder(name: str, stories: Path, tmp_path: Path) -> None:
+    convert(stories / name, tmp_path / "out")
+    want = open_source(stories / "hf").table
+    got = open_huggingface(tmp_path / "out").table
+    assert got.keys() == want.keys()
+    assert [key for key in want if not np.array_equal(got[key].read(), want[key].read())] == []
