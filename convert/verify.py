@@ -7,6 +7,7 @@ time on either side.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,14 +121,15 @@ def probe_ids(folder: Path) -> list[int]:
 def compare(original: TensorReading, result: TensorReading, ids: list[int], lossless: bool) -> LogitComparison:
     """Both forwards on the same ids. Lossless means that only the order of additions may differ."""
     ours, theirs = logits(result, ids), logits(original, ids)
+    if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+        return LogitComparison(len(ids), math.inf, 0, math.inf, math.inf, 0.0, lossless, passed=False)
     difference = np.abs(ours - theirs).max(-1)
     p, q = _log_softmax(theirs), _log_softmax(ours)
     kl = float((np.exp(p) * (p - q)).sum(-1).mean())
     largest, worst = float(np.abs(theirs).max()), float(difference.max())
     passed = worst <= EXACT * max(1.0, largest) if lossless else kl <= ROUNDED
     same = float((ours.argmax(-1) == theirs.argmax(-1)).mean())
-    # a comparison with NaN is False, so a NaN on either side fails
-    return LogitComparison(len(ids), worst, int(difference.argmax()), largest, kl, same, lossless, bool(passed))
+    return LogitComparison(len(ids), worst, int(difference.argmax()), largest, kl, same, lossless, passed)
 
 
 def _log_softmax(x: Float32) -> Float32:

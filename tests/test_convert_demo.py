@@ -41,9 +41,7 @@ def test_demo_logits_are_those_of_transformers(tmp_path: Path) -> None:
     assert difference <= 10 * own
 
 
-def transformers_logits(
-    path: Path, ids: list[int], attention: str
-) -> NDArray[np.float32]:
+def transformers_logits(path: Path, ids: list[int], attention: str) -> NDArray[np.float32]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation=attention
     )

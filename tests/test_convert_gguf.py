@@ -131,6 +131,7 @@ def test_rope_freqs_of_another_shape_is_no_llama3_scaling() -> None:
         ({"llama.rope.scaling.type": "longrope"}, "'longrope' is not supported"),
         ({"llama.rope.dimension_count": 4}, "differs from head_dim 8"),
         ({"split.count": 2}, "split GGUF"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}, "must be a positive number"),
     ],
 )
 def test_metadata_that_would_change_the_model_is_refused(extra: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -194,9 +195,14 @@ def test_quantised_matrices_convert_to_their_exact_values(kind: str, tmp_path: P
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def whole_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = small(num_hidden_layers=1)
-    return write_gguf(tmp_path_factory.mktemp("gguf") / "a.gguf", config, random_tensors(config)).read_bytes()
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "a.gguf", config, random_tensors(config))
+
+
+@pytest.fixture
+def whole(whole_file: Path) -> bytes:
+    return whole_file.read_bytes()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -245,9 +251,10 @@ def test_overlapping_tensors_and_refused_types_are_named(whole: bytes, tmp_path:
 @settings(max_examples=150, deadline=None)
 @given(place=st.floats(0, 1), removed=st.sampled_from([0, 1, 4, 8]), inserted=st.binary(max_size=8))
 def test_any_damage_to_the_header_is_an_error_or_harmless(
-    place: float, removed: int, inserted: bytes, whole: bytes
+    place: float, removed: int, inserted: bytes, whole_file: Path
 ) -> None:
     """Replace, delete or insert bytes: either the file still converts, or one ConvertError says what is wrong."""
+    whole = whole_file.read_bytes()
     start = int(place * (whole.index(b"output_norm.weight") + 200))
     with tempfile.TemporaryDirectory() as folder:
         path, out = Path(folder) / "a.gguf", Path(folder) / "out"

@@ -6,6 +6,7 @@ are refused: the file does not say how its channels are paired, so this table mu
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,8 @@ class Fields:
             value = value[0].item()
         if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
             number = shortest_float(value) if name in self.file.float32_keys else float(value)
+            if not (math.isfinite(number) and number > 0):
+                raise self.fail(key, f"must be a positive number, found {number}")
             return ConfigEntry(number, name)
         if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
             raise self.fail(key, f"expected one {kind.__name__}, found {str(value)[:60]!r}")
@@ -150,13 +153,16 @@ def _config(file: GgufFile, fields: Fields, arch: Architecture) -> dict[str, Con
         head_dim = fields.get("attention.key_length")
     else:
         head_dim = ConfigEntry(hidden.value // heads.value, "embedding_length / attention.head_count")
+    layers = fields.get("block_count")
+    if layers.value > len(file.tensors):
+        raise fields.fail("block_count", f"{layers.value} layers in a file of {len(file.tensors)} tensors")
     _check_heads(fields, heads.value, kv_heads.value, head_dim.value)
     config = {
         "architectures": ConfigEntry([arch.class_name], from_table),
         "model_type": ConfigEntry(arch.model_type, from_table),
         "hidden_size": hidden,
         "intermediate_size": fields.get("feed_forward_length"),
-        "num_hidden_layers": fields.get("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
