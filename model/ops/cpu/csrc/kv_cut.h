@@ -1,0 +1,95 @@
+// One cut of a sequence's keys and values, gathered from its pages into the panels that tile() reads.
+//
+// Knows pages, not queries. Keys become [CUT / PANEL][d][PANEL] (a lane is a key), values [d / PANEL][CUT][PANEL]
+// (a lane is a dimension), all floats. Tokens outside [first, last) are zeros, whatever their slots hold.
+#pragma once
+#include <utility>
+
+#include "tile.h"
+
+constexpr int CUT = 64;  // KV_CUT of model/ops/interface.py
+
+
+template <class T>
+struct Pages {
+    const T* data;         // [num_pages, kv_heads, page_size, d], pages page_stride elements apart
+    const int32_t* table;  // the pages of one sequence
+    int64_t page_stride, page_size, d;
+
+    // The rows of tokens [start, start + CUT) of one head; a row of zeros for those outside [first, last).
+    void rows(int64_t kv_head, int64_t start, int64_t first, int64_t last, const T** out) const {
+        static const T zeros[MAX_HEAD] = {};
+        for (int j = 0; j < CUT; j++) {
+            int64_t token = start + j;
+            if (token < first || token >= last) {
+                out[j] = zeros;
+                continue;
+            }
+            int64_t page = table[token / page_size], offset = token % page_size;
+            out[j] = data + page * page_stride + (kv_head * page_size + offset) * d;
+        }
+    }
+};
+
+// ---- a square of words turned over in registers ----------------------------------------------------------------------
+template <int H, int... I>
+static inline void exchange(vu& a, vu& b, std::integer_sequence<int, I...>) {
+    vu low = __builtin_shufflevector(a, b, ((I & H) ? LANES + I - H : I)...);
+    b = __builtin_shufflevector(a, b, ((I & H) ? LANES + I : I + H)...);
+    a = low;
+}
+
+template <int H = 1>
+static inline void transpose(vu (&v)[LANES]) {
+    if constexpr (H < LANES) {
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if (!(i & H)) exchange<H>(v[i], v[i + H], std::make_integer_sequence<int, LANES>());
+        transpose<2 * H>(v);
+    }
+}
+
+// LANES words of a row of d elements, from element i on.
+template <class T>
+static inline vu words_at(const T* row, int64_t i, int64_t d) {
+    constexpr int COUNT = LANES * 4 / sizeof(T);
+    if (d - i >= COUNT) return load<vu>(row + i);
+    T padded[COUNT] = {};
+    memcpy(padded, row + i, (d - i) * sizeof(T));
+    return load<vu>(padded);
+}
+
+// A word of LANES keys -> one dimension of floats, or two of bf16.
+static inline void put_word(vu word, float* at, const float*) { store(at, word); }
+
+static inline void put_word(vu word, float* at, const bf16*) {
+    store(at, word << 16);
+    store(at + PANEL, word & 0xffff0000u);
+}
+
+static inline int64_t padded_head(int64_t d) { return (d + PANEL - 1) / PANEL * PANEL; }
+
+template <class T>
+static void pack_keys(const T* const* rows, int64_t d, float* keys) {
+    constexpr int PER_WORD = 4 / sizeof(T);
+    for (int j = 0; j < CUT; j += LANES)
+        for (int64_t i = 0; i < d; i += LANES * PER_WORD) {
+            vu square[LANES];
+#pragma GCC unroll 16
+            for (int key = 0; key < LANES; key++) square[key] = words_at(rows[j + key], i, d);
+            transpose(square);
+            float* at = keys + j / PANEL * padded_head(d) * PANEL + i * PANEL + j % PANEL;
+#pragma GCC unroll 16
+            for (int w = 0; w < LANES; w++) put_word(square[w], at + w * PER_WORD * PANEL, rows[0]);
+        }
+}
+
+template <class T>
+static void pack_values(const T* const* rows, int64_t d, float* values) {
+    for (int64_t i = 0; i < d; i += PANEL)
+        for (int j = 0; j < CUT; j++) {
+            float* at = values + (i * CUT + int64_t(j) * PANEL);
+            store(at, load_at(rows[j], int(i), int(d)));
+            store(at + LANES, load_at(rows[j], int(i) + LANES, int(d)));
+        }
+}

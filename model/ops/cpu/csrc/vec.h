@@ -1,0 +1,156 @@
+// Vectors of floats as wide as the target has them, through GCC's vector extensions.
+//
+// Knows no operation of a model. Compiled with -ffp-contract=off: a fused multiply-add happens where madd() is written
+// and nowhere else, so every instance of a template rounds alike.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int VEC_BYTES = 64, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int VEC_BYTES = 32, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int VEC_BYTES = 16, REGISTERS = 32;
+#else
+constexpr int VEC_BYTES = 16, REGISTERS = 16;
+#endif
+
+constexpr int LANES = VEC_BYTES / 4;
+constexpr int MAX_HEAD = 512;  // widest head, in elements
+
+typedef float vf __attribute__((vector_size(VEC_BYTES)));
+typedef int32_t vi __attribute__((vector_size(VEC_BYTES)));
+typedef uint32_t vu __attribute__((vector_size(VEC_BYTES)));
+typedef uint16_t vh __attribute__((vector_size(VEC_BYTES / 2)));
+
+template <class V>
+static inline V load(const void* p) {
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+template <class V>
+static inline void store(void* p, V v) {
+    memcpy(p, &v, sizeof v);
+}
+
+static inline vf splat(float x) { return x - vf{}; }  // minus, not plus: -0 + 0 is not -0, so a sum would be kept
+
+static inline vf madd(vf a, vf b, vf c) {  // a * b + c, rounded once where the CPU can
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
+}
+
+// ---- bfloat16: the upper half of a float -------------------------------------------------------------------------
+struct bf16 {
+    uint16_t bits;
+};
+
+static inline float widen(float x) { return x; }
+
+static inline float widen(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+static inline vf load_f32(const float* p) { return load<vf>(p); }
+static inline vf load_f32(const bf16* p) { return (vf)(__builtin_convertvector(load<vh>(p), vu) << 16); }
+
+static inline void store_f32(float* p, vf x) { store(p, x); }
+
+static inline void store_f32(bf16* p, vf x) {  // round to nearest even; a NaN stays one
+    vu bits = (vu)x;
+    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    store(p, __builtin_convertvector(x == x ? rounded : vu{} + 0x7fc0, vh));
+}
+
+// The first n < LANES elements, zeros beyond.
+template <class T>
+static inline vf load_some(const T* p, int n) {
+    T padded[LANES] = {};
+    memcpy(padded, p, n * sizeof(T));
+    return load_f32(padded);
+}
+
+template <class T>
+static inline void store_some(T* p, vf x, int n) {
+    T padded[LANES];
+    store_f32(padded, x);
+    memcpy(p, padded, n * sizeof(T));
+}
+
+// Elements [i, i + LANES) of an array of n; what lies beyond n reads as zero and is not written.
+template <class T>
+static inline vf load_at(const T* p, int i, int n) {
+    return n - i >= LANES ? load_f32(p + i) : n > i ? load_some(p + i, n - i) : vf{};
+}
+
+template <class T>
+static inline void store_at(T* p, int i, int n, vf x) {
+    if (n - i >= LANES)
+        store_f32(p + i, x);
+    else if (n > i)
+        store_some(p + i, x, n - i);
+}
+
+// x as an array of T would hold it.
+static inline vf rounded_to(vf x, const float*) { return x; }
+static inline vf rounded_to(vf x, const bf16*) {
+    bf16 held[LANES];
+    store_f32(held, x);
+    return load_f32(held);
+}
+
+// ---- reductions and the exponential: the same value for an element in whichever lane it sits ----------------------
+static inline float sum(vf x) {  // pairwise, in one order
+    float lane[LANES];
+    store(lane, x);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lane[i] += lane[i + half];
+    return lane[0];
+}
+
+static inline float largest(vf x) {
+    float lane[LANES], best = -__builtin_inff();
+    store(lane, x);
+    for (float value : lane) best = value > best ? value : best;
+    return best;
+}
+
+// 2^x, relative error below 2e-7; below 2^-126 zero, above 2^127 infinity, NaN stays NaN.
+static inline vf exp2_of(vf x) {
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    vf clamped = x < -126.0f ? splat(-126.0f) : x;
+    clamped = clamped > 127.0f ? splat(127.0f) : clamped;
+    vf shifted = clamped + magic;
+    vf f = clamped - (shifted - magic);  // -0.5 .. 0.5
+    vf p = splat(1.525273380405984e-5f);
+    p = madd(p, f, splat(1.5403530393381608e-4f));
+    p = madd(p, f, splat(1.3333558146428443e-3f));
+    p = madd(p, f, splat(9.618129107628477e-3f));
+    p = madd(p, f, splat(5.550410866482158e-2f));
+    p = madd(p, f, splat(2.402265069591007e-1f));
+    p = madd(p, f, splat(6.931471805599453e-1f));
+    p = madd(p, f, splat(1.0f));
+    vf scale = (vf)(((vi)shifted - 0x4b400000 + 127) << 23);
+    vf result = p * scale;
+    result = x < -126.0f ? vf{} : result;
+    return x > 127.5f ? splat(__builtin_inff()) : result;
+}

@@ -1,0 +1,160 @@
+"""The operations of model/ops/interface.py through the native library, on CPU tensors.
+
+Knows pointers and shapes; the arithmetic is in csrc/. fp32 and bf16 are native, other dtypes go to the reference ops.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from model.batch import SampleBatch, Sampled
+from model.ops.interface import AttentionTables, LayerKV, PackedLinear
+from model.ops.reference import ReferenceLinear, ReferenceOps
+
+NATIVE = (torch.float32, torch.bfloat16)
+MAX_HEAD_DIM = 512
+P, I, L, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int] | ctypes._SimpleCData[float] | P], ...]] = {
+    "rw_pack_linear": (P, I, L, L, P),
+    "rw_linear": (P, I, P, I, P, P, I, L, L, L),
+    "rw_add_rms_norm": (P, P, P, I, F, L, L, P, P),
+    "rw_silu_mul": (P, I, L, L, P),
+    "rw_rope_write": (P, P, P, I, P, F, P, P, P, L, L, L, L, L, P, P, I, L, L),
+    "rw_attention": (P, I, P, P, I, P, P, P, P, L, L, L, L, L, L, L, L, L, F),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLinear:
+    """Weights in panels: see csrc/tile.h."""
+
+    weight: Tensor  # [panels * PANEL * K], fp32 or bf16
+    bias: Tensor | None  # [N] f32
+    out_features: int
+    in_features: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class CpuOps:
+    """Native where the dtype is fp32 or bf16, the reference operations elsewhere."""
+
+    name = "cpu"
+
+    def __init__(self, library: Path) -> None:
+        # torch is loaded by now, so the library's OpenMP resolves to torch's copy: one pool of threads.
+        self._native = ctypes.CDLL(str(library))
+        for name, types in SIGNATURES.items():
+            function = getattr(self._native, name)
+            function.argtypes, function.restype = types, None
+        self._panel: int = self._native.rw_panel()
+        self._reference = ReferenceOps()
+        self.description = f"native kernels, vectors of {self._panel // 2} floats"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> PackedLinear:
+        if weight.dtype not in NATIVE:
+            return self._reference.pack_linear(weight, bias, quantization)
+        if quantization is not None:
+            raise ValueError(f"quantization {quantization!r} is unknown on CPU: leave it out")
+        rows, columns = weight.shape
+        weight = weight.contiguous()
+        packed = torch.empty(-(-rows // self._panel) * self._panel * columns, dtype=weight.dtype)
+        self._native.rw_pack_linear(weight.data_ptr(), _is_bf16(weight), rows, columns, packed.data_ptr())
+        return NativeLinear(packed, None if bias is None else bias.float(), rows, columns)
+
+    def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        if isinstance(packed, ReferenceLinear):
+            return self._reference.linear(x, packed, out_dtype)
+        assert isinstance(packed, NativeLinear) and x.shape[1] == packed.in_features, (x.shape, packed)
+        out = torch.empty((x.shape[0], packed.out_features), dtype=out_dtype or x.dtype)
+        self._native.rw_linear(
+            x.data_ptr(), _is_bf16(x), packed.weight.data_ptr(), _is_bf16(packed.weight), _pointer(packed.bias),
+            out.data_ptr(), _is_bf16(out), x.shape[0], packed.out_features, packed.in_features,
+        )  # fmt: skip
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if x.dtype not in NATIVE:
+            return self._reference.add_rms_norm(x, residual, weight, eps)
+        assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
+        out = torch.empty_like(x)
+        total = x if residual is None else torch.empty_like(x)
+        self._native.rw_add_rms_norm(
+            x.data_ptr(), _pointer(residual), weight.data_ptr(), _is_bf16(x), eps, x.shape[0], x.shape[1],
+            out.data_ptr(), total.data_ptr(),
+        )  # fmt: skip
+        return out, total
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        norm_eps: float,
+        cos_sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: LayerKV,
+    ) -> Tensor:
+        _, kv_heads, page_size, head_dim = kv.k.shape
+        if not _both_native(qkv, kv):
+            return self._reference.rope_write(qkv, q_norm, k_norm, norm_eps, cos_sin, positions, slots, kv)
+        tokens, heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads
+        q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype)
+        self._native.rw_rope_write(
+            qkv.data_ptr(), _pointer(q_norm), _pointer(k_norm), _is_bf16(qkv), q.data_ptr(), norm_eps,
+            cos_sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), tokens, heads, kv_heads, head_dim,
+            cos_sin.shape[1], kv.k.data_ptr(), kv.v.data_ptr(), _is_bf16(kv.k), page_size, _page_stride(kv),
+        )  # fmt: skip
+        return q
+
+    def attention(self, q: Tensor, kv: LayerKV, tables: AttentionTables, scale: float, window: int | None) -> Tensor:
+        if not _both_native(q, kv):
+            return self._reference.attention(q, kv, tables, scale, window)
+        tokens, heads, head_dim = q.shape
+        sequences, width = tables.page_table.shape
+        out = torch.empty((tokens, heads * head_dim), dtype=q.dtype)
+        self._native.rw_attention(
+            q.data_ptr(), _is_bf16(q), kv.k.data_ptr(), kv.v.data_ptr(), _is_bf16(kv.k), out.data_ptr(),
+            tables.page_table.data_ptr(), tables.kv_lens.data_ptr(), tables.q_starts.data_ptr(), tokens, width,
+            sequences, heads, kv.k.shape[1], head_dim, kv.page_size, _page_stride(kv), window or 0, scale,
+        )  # fmt: skip
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        if gate_up.dtype not in NATIVE:
+            return self._reference.silu_mul(gate_up)
+        rows, columns = gate_up.shape
+        out = torch.empty((rows, columns // 2), dtype=gate_up.dtype)
+        self._native.rw_silu_mul(gate_up.data_ptr(), _is_bf16(gate_up), rows, columns // 2, out.data_ptr())
+        return out
+
+    def copy_pages(self, kv: LayerKV, src: Tensor, dst: Tensor) -> None:
+        self._reference.copy_pages(kv, src, dst)
+
+    def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
+        return self._reference.sample(logits, batch)
+
+
+def _is_bf16(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _both_native(x: Tensor, kv: LayerKV) -> bool:
+    return x.dtype in NATIVE and kv.k.dtype in NATIVE and kv.k.shape[3] <= MAX_HEAD_DIM
+
+
+def _page_stride(kv: LayerKV) -> int:
+    assert kv.k[0].is_contiguous() and kv.k.stride() == kv.v.stride(), (kv.k.stride(), kv.v.stride())
+    return kv.k.stride(0)
