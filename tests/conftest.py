@@ -5,8 +5,11 @@ Nothing is downloaded and nothing is mocked: every fixture makes what a user wou
 
 from __future__ import annotations
 
-import json
 import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads that spin starve a busy machine
+
+import json
 import socket
 import subprocess
 import sys

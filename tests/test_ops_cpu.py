@@ -128,15 +128,25 @@ def test_silu_mul(ops: CpuOps, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "rotary"), [(4, 2, 8, 8), (9, 3, 64, 64), (3, 1, 20, 12)])
 @pytest.mark.parametrize("norms", [False, True])
 def test_rope_write(
-    ops: CpuOps, dtype: torch.dtype, cache_dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, rotary: int, norms: bool
+    ops: CpuOps,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary: int,
+    norms: bool,
 ) -> None:
     qkv = random(37, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    norm = (random(head_dim, dtype=dtype, seed=1), random(head_dim, dtype=dtype, seed=2)) if norms else (None, None)
+    q_norm, k_norm = (random(head_dim, dtype=dtype, seed=seed) if norms else None for seed in (1, 2))
     positions = torch.randint(0, 100, (37,), generator=torch.Generator().manual_seed(3))
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(4))[:37]
-    caches = [LayerKV(*(random(20, kv_heads, 4, head_dim, dtype=cache_dtype, seed=seed) for seed in (5, 6))) for _ in range(2)]
-    arguments = (qkv, *norm, 1e-6, random(100, rotary, seed=7), positions, slots)
-    close(ops.rope_write(*arguments, caches[0]), REFERENCE.rope_write(*arguments, caches[1]), dtype)
+    caches = [
+        LayerKV(*(random(20, kv_heads, 4, head_dim, dtype=cache_dtype, seed=seed) for seed in (5, 6))) for _ in range(2)
+    ]
+    table = random(100, rotary, seed=7)
+    actual = ops.rope_write(qkv, q_norm, k_norm, 1e-6, table, positions, slots, caches[0])
+    close(actual, REFERENCE.rope_write(qkv, q_norm, k_norm, 1e-6, table, positions, slots, caches[1]), dtype)
     close(caches[0].k, caches[1].k, dtype if dtype == torch.bfloat16 else cache_dtype)
     assert torch.equal(caches[0].v, caches[1].v)
 
@@ -146,14 +156,23 @@ class Scene:
     """Random sequences in a shuffled paged cache whose unused slots hold NaN."""
 
     def __init__(
-        self, lens: list[int], heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype, seed: int = 0
+        self,
+        lens: list[int],
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        seed: int = 0,
     ) -> None:
         width = max(-(-length // page_size) for length in lens)
         pages = len(lens) * width + 3
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
         self.lens, self.heads, self.page_size = lens, heads, page_size
         self.page_table = order[: len(lens) * width].view(len(lens), width)
-        self.kv = LayerKV(*(torch.full((pages, kv_heads, page_size, head_dim), torch.nan, dtype=dtype) for _ in range(2)))
+        self.kv = LayerKV(
+            *(torch.full((pages, kv_heads, page_size, head_dim), torch.nan, dtype=dtype) for _ in range(2))
+        )
         self.q = [random(length, heads, head_dim, dtype=dtype, seed=seed + 1 + b) for b, length in enumerate(lens)]
         for b, length in enumerate(lens):
             rows = random(2, length, kv_heads, head_dim, dtype=dtype, seed=seed + 100 + b)
@@ -161,7 +180,9 @@ class Scene:
                 page, offset = int(self.page_table[b, token // page_size]), token % page_size
                 self.kv.k[page, :, offset], self.kv.v[page, :, offset] = rows[0, token], rows[1, token]
 
-    def ask(self, ops: CpuOps | ReferenceOps, spans: list[tuple[int, int, int]], window: int | None = None) -> list[Tensor]:
+    def ask(
+        self, ops: CpuOps | ReferenceOps, spans: list[tuple[int, int, int]], window: int | None = None
+    ) -> list[Tensor]:
         """One batch of (sequence, first row, last row): each answer [rows, heads * head_dim]."""
         sizes = torch.tensor([last - first for _, first, last in spans])
         tables = AttentionTables(
@@ -173,7 +194,7 @@ class Scene:
         )
         q = torch.cat([self.q[b][first:last] for b, first, last in spans])
         out = ops.attention(q, self.kv, tables, q.shape[-1] ** -0.5, window)
-        return list(out.split([int(size) for size in sizes]))
+        return list(torch.split(out, [int(size) for size in sizes]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -232,7 +253,9 @@ def test_a_token_that_is_nan_touches_no_earlier_row(ops: CpuOps) -> None:
 
 def test_padding_rows_and_extreme_scores(ops: CpuOps) -> None:
     scene = Scene([5], 2, 1, 8, 4, torch.float32)
-    tables = AttentionTables(scene.page_table, torch.tensor([5], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32), 5, 5)
+    tables = AttentionTables(
+        scene.page_table, torch.tensor([5], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32), 5, 5
+    )
     padded = torch.cat((scene.q[0] * 1e4, torch.full((3, 2, 8), torch.nan)))
     out = ops.attention(padded, scene.kv, tables, 1.0, None)
     assert out[:5].isfinite().all() and torch.equal(out[5:], torch.zeros(3, 16))
@@ -251,7 +274,9 @@ def test_two_tokens_by_hand(ops: CpuOps) -> None:
 # ---- what is not native ----------------------------------------------------------------------------------------------
 def test_half_precision_goes_to_the_reference(ops: CpuOps) -> None:
     x, weight = random(3, 16, dtype=torch.float16), random(8, 16, dtype=torch.float16, seed=1)
-    assert torch.equal(ops.linear(x, ops.pack_linear(weight, None)), REFERENCE.linear(x, REFERENCE.pack_linear(weight, None)))
+    assert torch.equal(
+        ops.linear(x, ops.pack_linear(weight, None)), REFERENCE.linear(x, REFERENCE.pack_linear(weight, None))
+    )
     assert torch.equal(ops.silu_mul(x), REFERENCE.silu_mul(x))
 
 

@@ -24,9 +24,10 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "csrc"
 # No contraction: a product and a sum are rounded alike wherever the compiler inlines them.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC")
+V3 = frozenset(("avx2", "fma", "bmi1", "bmi2", "f16c"))
 PREBUILT = {
-    "x86-64-v4": frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx2 fma bmi2 f16c".split()),
-    "x86-64-v3": frozenset("avx2 fma bmi1 bmi2 f16c".split()),
+    "x86-64-v4": V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": V3,
 }
 """CPU flags that a library built ahead of time needs, best first."""
 
@@ -73,10 +74,14 @@ def cache_folder() -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise UnavailableError(f"cannot make {folder}: {error.strerror}; set ROPEWAY_CACHE to a folder of yours") from error
+        raise UnavailableError(
+            f"cannot make {folder}: {error.strerror}; set ROPEWAY_CACHE to a folder of yours"
+        ) from error
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UnavailableError(f"{folder} can be written by others: chmod 700 it, or set ROPEWAY_CACHE to a folder of yours")
+        raise UnavailableError(
+            f"{folder} can be written by others: chmod 700 it, or set ROPEWAY_CACHE to a folder of yours"
+        )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UnavailableError(f"{folder} cannot be written: set ROPEWAY_CACHE to a folder that can")
     return folder

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +19,14 @@ from model.ops.reference import ReferenceLinear, ReferenceOps
 
 NATIVE = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
-P, I, L, F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int] | ctypes._SimpleCData[float] | P], ...]] = {
-    "rw_pack_linear": (P, I, L, L, P),
-    "rw_linear": (P, I, P, I, P, P, I, L, L, L),
-    "rw_add_rms_norm": (P, P, P, I, F, L, L, P, P),
-    "rw_silu_mul": (P, I, L, L, P),
-    "rw_rope_write": (P, P, P, I, P, F, P, P, P, L, L, L, L, L, P, P, I, L, L),
-    "rw_attention": (P, I, P, P, I, P, P, P, P, L, L, L, L, L, L, L, L, L, F),
+PTR, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+SIGNATURES: dict[str, tuple[type[Any], ...]] = {
+    "rw_pack_linear": (PTR, INT, LONG, LONG, PTR),
+    "rw_linear": (PTR, INT, PTR, INT, PTR, PTR, INT, LONG, LONG, LONG),
+    "rw_add_rms_norm": (PTR, PTR, PTR, INT, FLOAT, LONG, LONG, PTR, PTR),
+    "rw_silu_mul": (PTR, INT, LONG, LONG, PTR),
+    "rw_rope_write": (PTR, PTR, PTR, INT, PTR, FLOAT, PTR, PTR, PTR, *(LONG,) * 5, PTR, PTR, INT, LONG, LONG),
+    "rw_attention": (PTR, INT, PTR, PTR, INT, PTR, PTR, PTR, PTR, *(LONG,) * 9, FLOAT),
 }
 
 
@@ -42,6 +43,9 @@ class NativeLinear:
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    def shares(self, tensor: Tensor) -> bool:
+        return False  # panels are a copy
+
 
 class CpuOps:
     """Native where the dtype is fp32 or bf16, the reference operations elsewhere."""
@@ -49,6 +53,7 @@ class CpuOps:
     name = "cpu"
 
     def __init__(self, library: Path) -> None:
+        """library: from build.find_library(). Raises OSError if it cannot be loaded."""
         # torch is loaded by now, so the library's OpenMP resolves to torch's copy: one pool of threads.
         self._native = ctypes.CDLL(str(library))
         for name, types in SIGNATURES.items():
@@ -119,12 +124,13 @@ class CpuOps:
         if not _both_native(q, kv):
             return self._reference.attention(q, kv, tables, scale, window)
         tokens, heads, head_dim = q.shape
-        sequences, width = tables.page_table.shape
+        sequences = tables.page_table.shape[0]
         out = torch.empty((tokens, heads * head_dim), dtype=q.dtype)
         self._native.rw_attention(
             q.data_ptr(), _is_bf16(q), kv.k.data_ptr(), kv.v.data_ptr(), _is_bf16(kv.k), out.data_ptr(),
-            tables.page_table.data_ptr(), tables.kv_lens.data_ptr(), tables.q_starts.data_ptr(), tokens, width,
-            sequences, heads, kv.k.shape[1], head_dim, kv.page_size, _page_stride(kv), window or 0, scale,
+            tables.page_table.data_ptr(), tables.kv_lens.data_ptr(), tables.q_starts.data_ptr(),
+            tokens, tables.page_table.stride(0), sequences, heads, kv.k.shape[1], head_dim,
+            kv.page_size, _page_stride(kv), window or 0, scale,
         )  # fmt: skip
         return out
 
