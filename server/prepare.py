@@ -61,12 +61,12 @@ def prepare_aside(sender: Connection, model: str | None) -> None:
 
 
 def canonical_folder(sender: Connection, model: str | None) -> Path:
-    from convert.source import demo_model_file, ensure_canonical
+    from convert.cache import demo_model_file, ensure_canonical
 
     if model is not None and not Path(model).exists():
         return download(model)
     source = demo_model_file() if model is None else Path(model)
-    return ensure_canonical(source, progress=lambda detail: sender.send(Progress("convert", str(detail))))
+    return ensure_canonical(source, progress=lambda detail: sender.send(Progress("convert", detail)))
 
 
 def download(model: str) -> Path:

@@ -181,8 +181,9 @@ def test_a_damaged_cache_is_made_again_with_a_notice(damage: str, gguf: Path, tm
     else:
         report.write_text(report.read_text()[:100])
     notices: list[str] = []
-    again = ensure_canonical(gguf, tmp_path / "cache", lambda what, done, total: notices.append(what))
-    assert again == folder and any("damaged" in notice for notice in notices)
+    again = ensure_canonical(gguf, tmp_path / "cache", notices.append)
+    assert again == folder and "damaged" in notices[0]
+    assert notices[-2:] == ["writing 100 %", "proving"] and len(notices) == len(set(notices))
     assert verify_folder(folder, gguf)[1] == []
 
 

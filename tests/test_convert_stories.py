@@ -7,12 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from convert.formats.huggingface import open_huggingface
 from convert.forward import logits
 from convert.pipeline import convert
 from convert.readings import canonical_reading
 from convert.source import open_source
+from model.config import load_config
+from model.ops.reference import ReferenceOps
+from model.weights import load_decoder
+from tests.test_decoder import Session
 
 LOSSLESS = ["stories260K-f32.gguf"]
 
@@ -34,6 +39,18 @@ def test_logits_and_the_golden_text(name: str, stories: Path, tmp_path: Path) ->
     assert expected["ids"].tolist() == golden[:32]
     assert np.abs(got[:32] - expected["logits"]).max() < 1e-4
     assert got[:-1].argmax(-1).tolist() == golden[1:]
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_the_served_decoder_gives_the_same_logits(name: str, stories: Path, tmp_path: Path) -> None:
+    """What runs behind HTTP reads the converted folder as the proof does."""
+    convert(stories / name, tmp_path / "out")
+    decoder = load_decoder(tmp_path / "out", load_config(tmp_path / "out"), ReferenceOps(), "cpu", torch.float32)
+    session = Session(decoder)
+    expected = np.load(stories / "expected_logits_first32.npz")
+    with torch.no_grad():
+        got = session.feed({"golden": expected["ids"].tolist()})["golden"]
+    assert np.abs(got.numpy() - expected["logits"]).max() < 1e-4
 
 
 def test_q8_0_stays_within_its_own_tolerance(stories: Path, tmp_path: Path) -> None:
