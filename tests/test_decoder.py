@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from model.batch import Batch
 from model.config import load_config
@@ -52,6 +55,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_mixed_windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 12}),
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from a second thread and lose much where other work runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def save_model(kind: str, folder: Path) -> Any:
@@ -145,3 +157,130 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     logits = Session(load(tmp_path)).feed({"a": tokens})["a"]
     assert logits.dtype == torch.float32
     assert (logits - reference_logits(model, tokens)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["llama_9_3_tied", "qwen2_mixed_windows", "qwen3"])
+def test_every_cut_of_the_work_gives_the_same_bits(kind: str, tmp_path: Path) -> None:
+    """Whole, token by token, in chunks; alone and mixed with others; any page size."""
+    save_model(kind, tmp_path)
+    decoder, tokens = load(tmp_path), some_tokens(140)
+    whole = Session(decoder).feed({"a": tokens})["a"]
+    steps = Session(decoder, page_size=16)
+    assert torch.equal(torch.cat([steps.feed({"a": [token]})["a"] for token in tokens]), whole)
+    for chunk in (3, 64, 65):
+        mixed = Session(decoder)
+        mixed.feed({"c": some_tokens(70, seed=3)})
+        parts = []
+        for start in range(0, len(tokens), chunk):
+            work = {"b": some_tokens(1 + start % 5, seed=start), "a": tokens[start : start + chunk], "c": [start % 96]}
+            parts.append(mixed.feed(work)["a"])
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_a_batch_of_mixed_lengths_gives_each_what_it_gets_alone(tmp_path: Path) -> None:
+    save_model("mistral", tmp_path)
+    decoder = load(tmp_path)
+    prompts = {name: some_tokens(count, seed=count) for name, count in zip("abcde", (1, 5, 64, 67, 130), strict=True)}
+    together, alone = Session(decoder), Session(decoder)
+    apart: dict[str, Tensor] = {}
+    for name, prompt in prompts.items():
+        apart |= alone.feed({name: prompt})
+    for name, logits in together.feed(prompts).items():
+        assert torch.equal(logits, apart[name])
+    for step in range(3):
+        decoded = together.feed({name: [step] for name in prompts})  # all decode at once
+        for name in prompts:
+            assert torch.equal(decoded[name], alone.feed({name: [step]})[name])
+
+
+def test_incremental_decoding_is_close_to_one_forward_of_transformers(tmp_path: Path) -> None:
+    model, tokens = save_model("llama", tmp_path), some_tokens(70)
+    steps = Session(load(tmp_path))
+    logits = torch.cat([steps.feed({"a": [token]})["a"] for token in tokens])
+    assert (logits - reference_logits(model, tokens)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_causality_is_exact(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    decoder, tokens = load(tmp_path, dtype), some_tokens(16)
+    changed = [*tokens[:8], (tokens[8] + 1) % 96, *tokens[9:]]
+    before, after = (Session(decoder).feed({"a": prompt})["a"] for prompt in (tokens, changed))
+    assert torch.equal(before[:8], after[:8])
+    assert not torch.equal(before[8:], after[8:])
+
+
+def test_half_precision_stays_close_and_keeps_its_bits(tmp_path: Path) -> None:
+    model, tokens = save_model("qwen3", tmp_path), some_tokens(90)
+    decoder = load(tmp_path, torch.bfloat16)
+    whole = Session(decoder).feed({"a": tokens})["a"]
+    assert whole.dtype == torch.float32
+    assert (whole - reference_logits(model, tokens)).abs().max() < 0.1
+    steps = Session(decoder)
+    assert torch.equal(torch.cat([steps.feed({"a": [token]})["a"] for token in tokens]), whole)
+
+
+def test_a_fresh_model_knows_nothing(tmp_path: Path) -> None:
+    """The loss of small random weights is that of a guess: ln(V)."""
+    save_model("llama", tmp_path)
+    tokens = some_tokens(200)
+    logits = Session(load(tmp_path)).feed({"a": tokens})["a"]
+    loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]))
+    assert abs(loss.item() - math.log(96)) < 0.1
+
+
+def test_poison_in_one_sequence_stays_in_it(tmp_path: Path) -> None:
+    """Token 7's embedding is NaN: who reads it gets NaN, its batch and the next user of its pages do not."""
+    save_model("llama", tmp_path)
+    decoder = load(tmp_path)
+    decoder.embedding[7] = math.nan
+    good, bad = [1, 2, 3, 4, 5], [1, 2, 7]
+    session = Session(decoder)
+    logits = session.feed({"good": good, "bad": bad})
+    assert torch.equal(logits["good"], Session(decoder).feed({"good": good})["good"])
+    assert logits["bad"][2].isnan().all()
+    session.free += session.pages.pop("bad")
+    session.lens.pop("bad")
+    assert torch.equal(session.feed({"next": good})["next"], logits["good"])
+
+
+def test_logits_only_for_the_rows_asked(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    session, tokens = Session(load(tmp_path)), some_tokens(12)
+    whole = session.feed({"a": tokens})["a"]
+    session.lens["a"] = 0
+    some = replace(session.batch({"a": tokens}), logits_rows=torch.tensor([11, 3]))
+    assert torch.equal(session.decoder.forward(some, session.kv), whole[[11, 3]])
+
+
+def test_weights_nbytes_counts_every_parameter_once(tmp_path: Path) -> None:
+    model = save_model("llama_9_3_tied", tmp_path)
+    decoder = load(tmp_path, torch.bfloat16)
+    assert decoder.weights_nbytes == 2 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def move(value: Any, device: str) -> Any:
+    """A structure of dataclasses, tuples and tensors with its tensors on another device."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device=device)
+    if isinstance(value, tuple):
+        return tuple(move(item, device) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{item.name: move(getattr(value, item.name), device) for item in fields(value)})
+    return value
+
+
+@pytest.mark.parametrize("work", [{"a": 9}, {"a": 1, "b": 1, "c": 1}], ids=["prefill", "decode"])
+def test_a_forward_never_leaves_the_device_of_its_inputs(work: dict[str, int], tmp_path: Path) -> None:
+    """On fake tensors a mixed operation raises. Without CUDA torch can only fake the device called meta."""
+    save_model("mistral", tmp_path)
+    session = Session(load(tmp_path, torch.bfloat16))
+    session.feed({name: some_tokens(count) for name, count in work.items()})
+    session.lens = dict.fromkeys(work, 0)
+    batch = session.batch({name: some_tokens(count) for name, count in work.items()})
+    device = "cuda" if torch.cuda.is_available() else "meta"
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        kv = KVCache(session.layout, session.kv.num_pages, device)
+        logits = move(session.decoder, device).forward(move(batch, device), kv)
+    assert logits.device.type == device
+    assert logits.shape == (sum(work.values()), 96)

@@ -1,45 +1,19 @@
 """Every operation in plain torch: the oracle of the other backends, and what serves where there is no faster one.
 
-Knows no device and no model. A row's result depends on that row alone, bit for bit; on a CPU that takes some care:
-matrix products see a multiple of 4 rows (fewer take another path in the library), and silu is spelled with exp, which
-rounds alike in vector lanes and scalar tails where torch's own silu and sigmoid do not.
+Knows no device and no model. A row's result depends on that row alone, bit for bit; so silu is
+spelled with exp, which rounds alike in vector lanes and scalar tails where torch's own silu and sigmoid do not.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from model.batch import SampleBatch, Sampled
 from model.ops.interface import AttentionTables, LayerKV, PackedLinear
 from model.ops.reference_attention import paged_attention
+from model.ops.reference_linear import PlainLinear, ReorderedLinear, pack
 from model.ops.reference_sampling import sample
-
-ROW_MULTIPLE = 4
-HEAD_BLOCK = 4096
-"""Rows of a half-precision weight that are widened at a time where fp32 output is asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceLinear:
-    """Weights as they came."""
-
-    weight: Tensor  # [N, K]
-    bias: Tensor | None  # [N]
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-    def shares(self, tensor: Tensor) -> bool:
-        return self.weight is tensor
 
 
 class ReferenceOps:
@@ -47,18 +21,16 @@ class ReferenceOps:
 
     name = "reference"
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> ReferenceLinear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, quantization: str | None = None
+    ) -> PlainLinear | ReorderedLinear:
         if quantization is not None:
             raise ValueError(f"quantization {quantization!r} needs native kernels; the reference operations have none")
-        return ReferenceLinear(weight, bias)
+        return pack(weight, bias)
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        assert isinstance(packed, ReferenceLinear)
-        rows = x.shape[0]
-        x = F.pad(x, (0, 0, 0, -rows % ROW_MULTIPLE))
-        if out_dtype is None or out_dtype == x.dtype:
-            return F.linear(x, packed.weight, packed.bias)[:rows]
-        return _widened_linear(x, packed, out_dtype)[:rows]
+        assert isinstance(packed, PlainLinear | ReorderedLinear)
+        return packed(x, x.dtype if out_dtype is None else out_dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
@@ -124,14 +96,3 @@ def _write(cache: Tensor, slots: Tensor, heads: Tensor) -> None:
     row = (page * kv_heads + head) * page_size + (slots % page_size).unsqueeze(1)  # [T, Hkv]
     flat = cache.view(-1, cache.shape[3])
     flat.index_copy_(0, row.flatten(), heads.to(cache.dtype).reshape(-1, cache.shape[3]))
-
-
-def _widened_linear(x: Tensor, packed: ReferenceLinear, out_dtype: torch.dtype) -> Tensor:
-    """Products and sums in out_dtype, of weights widened a block at a time."""
-    out = x.new_empty((x.shape[0], packed.out_features), dtype=out_dtype)
-    wide = x.to(out_dtype)
-    for start in range(0, packed.out_features, HEAD_BLOCK):
-        block = slice(start, start + HEAD_BLOCK)
-        bias = None if packed.bias is None else packed.bias[block].to(out_dtype)
-        out[:, block] = F.linear(wide, packed.weight[block].to(out_dtype), bias)
-    return out

@@ -1,0 +1,144 @@
+"""config.json in every spelling transformers has used, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.config import ConfigError, ModelConfig, RopeConfig, load_config
+
+BASE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def read(**keys: Any) -> ModelConfig:
+    return ModelConfig.from_dict({key: value for key, value in (BASE | keys).items() if value is not ...})
+
+
+def test_the_plain_case() -> None:
+    config = read(eos_token_id=[2, 3], bos_token_id=1, torch_dtype="bfloat16", rms_norm_eps=1e-5)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (4, 8, 2, 8)
+    assert (config.eos_token_ids, config.bos_token_id, config.dtype) == ((2, 3), 1, "bfloat16")
+    assert config.attention_scale == pytest.approx(8**-0.5)
+    assert config.windows == (None,) * 4
+    assert config.rope == RopeConfig()
+    assert not (config.qkv_bias or config.o_bias or config.mlp_bias or config.qk_norm or config.tie_word_embeddings)
+
+
+def test_the_divisor_is_of_one_head_not_of_the_model() -> None:
+    assert read(hidden_size=768, num_attention_heads=12, num_key_value_heads=12).attention_scale == 1 / 8
+
+
+def test_head_dim_may_differ_from_hidden_over_heads() -> None:
+    assert read(head_dim=24).head_dim == 24
+    assert read(model_type="qwen3").head_dim == 128
+
+
+def test_without_kv_heads_every_head_has_its_own() -> None:
+    assert read(num_key_value_heads=...).num_kv_heads == 8
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "rope_type": "llama3", **LLAMA3}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}, "rope_theta": 5e5},
+        {
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
+            "rope_scaling": {"type": "llama3", **LLAMA3},
+        },
+    ],
+)
+def test_all_spellings_of_one_rope(keys: dict[str, Any]) -> None:
+    assert read(**keys).rope == RopeConfig("llama3", 5e5, 1.0, 8.0, 1.0, 4.0, 64)
+
+
+def test_partial_rotary_width() -> None:
+    assert read(partial_rotary_factor=0.5).rotary_dim == 4
+    assert read(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}).rotary_dim == 4
+
+
+def test_windows() -> None:
+    assert read(model_type="mistral").windows == (4096,) * 4
+    assert read(model_type="mistral", sliding_window=None).windows == (None,) * 4
+    assert read(model_type="qwen2", sliding_window=9).windows == (None,) * 4
+    switched = {"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True}
+    assert read(**switched, max_window_layers=3).windows == (None, None, None, 9)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert read(**switched, layer_types=kinds).windows == (9, None, 9, None)
+
+
+def test_biases_and_norms_by_family() -> None:
+    qwen2, qwen3 = read(model_type="qwen2"), read(model_type="qwen3", attention_bias=True)
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (True, True, True)
+    assert read(mlp_bias=True).mlp_bias
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; known: llama, mistral, qwen2, qwen3"),
+        ({"model_type": ...}, "lacks model_type"),
+        ({"hidden_size": ...}, "lacks hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size is 'many', expected int"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected at least 1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
+        ({"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size 64 is not a multiple"),
+        ({"head_dim": 7}, "rotary width 7"),
+        ({"partial_rotary_factor": 2.0}, "rotary width 16"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported; known: default"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
+        ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor is -2"),
+        ({"rope_scaling": {"factor": 2.0}}, "does not say its rope_type"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "llama3", "factor": 2.0}}, "two kinds"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta is 500000.0"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differs by layer type"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"]}, "must name 4 layers"),
+        ({"dtype": "float16", "torch_dtype": "bfloat16"}, "disagree"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+    ],
+)
+def test_what_is_refused_and_why(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(**keys)
+    assert message in str(error.value)
+
+
+def test_generation_config_adds_end_tokens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE | {"eos_token_id": 2}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
+    assert load_config(tmp_path).eos_token_ids == (2, 5)
+
+
+@pytest.mark.parametrize(("text", "message"), [(None, "does not exist"), ("{", "is not JSON"), ("[]", "holds list")])
+def test_a_broken_file(text: str | None, message: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("module", ["model.config", "model.kv_cost", "model.memory"])
+def test_arithmetic_needs_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
