@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from model.config import ModelConfig
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+SCALE_BYTES = {"float8_e4m3fn": 4, "int8": 4}
+"""A quantised cache keeps one fp32 scale beside each key and each value of each head."""
 SCRATCH_PAGES = 1
 """Page 0 of every group takes the writes of padding rows and is never given out."""
 
@@ -98,8 +100,9 @@ def layout_for(config: ModelConfig, page_size: int, kv_dtype: str) -> KVLayout:
     layers: dict[int | None, list[int]] = {}
     for layer, window in enumerate(config.windows):
         layers.setdefault(window, []).append(layer)
+    scale = SCALE_BYTES.get(kv_dtype, 0)
     groups = [
-        KVGroup(tuple(members), window, config.num_kv_heads, config.head_dim, kv_dtype)
+        KVGroup(tuple(members), window, config.num_kv_heads, config.head_dim, kv_dtype, scale)
         for window, members in layers.items()
     ]
     return KVLayout(page_size, tuple(groups))

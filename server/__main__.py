@@ -1,4 +1,4 @@
-"""The `ropeway` command: serve, chat, convert, verify, bench, each a thin and lazy call.
+"""The `ropeway` command: serve, chat, convert, verify, plan, bench, each a thin and lazy call.
 
 The engine process imports this module again when it is spawned, so nothing heavy may be imported at the top.
 """
@@ -16,6 +16,7 @@ from server.version import ropeway_version
 PASSED_ON = {
     "convert": "convert an external checkpoint to a folder that is served, and prove the conversion",
     "verify": "check a converted folder against its source",
+    "plan": "what a model's KV cache costs and how much of it fits, before launch",
     "bench": "load-test a server",
 }
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -61,6 +62,10 @@ def pass_on(command: str, arguments: list[str]) -> int:
         from server.loadtest.__main__ import main as main_bench
 
         return main_bench(arguments)
+    if command == "plan":
+        from server.plan.__main__ import main as main_plan
+
+        return main_plan(arguments)
     from convert.__main__ import main_convert, main_verify
 
     return main_convert(arguments) if command == "convert" else main_verify(arguments)

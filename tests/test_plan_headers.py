@@ -1,0 +1,140 @@
+"""The quick header reader against files that the gguf package writes, split files, and damage of every kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from convert.errors import ConvertError
+from convert.formats.gguf_header import LONGEST_ARRAY, read_gguf_header
+from server.plan.source import open_model
+
+
+def write_gguf(path: Path, **changes: Any) -> Path:
+    """A llama with every kind of metadata and two tensors a layer; None drops a key."""
+    fields = {
+        "llama.embedding_length": 32, "llama.feed_forward_length": 64, "llama.block_count": 2,
+        "llama.context_length": 256, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2,
+    } | changes  # fmt: skip
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in fields.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            writer.add_uint32(key, value)
+    writer.add_float32("llama.rope.freq_base", 10000.0)
+    writer.add_bool("tokenizer.ggml.add_bos_token", True)
+    writer.add_array("tokenizer.ggml.tokens", ["", "a", "ü", "x" * 300])
+    writer.add_array("tokenizer.ggml.scores", [0.5] * (LONGEST_ARRAY + 1))
+    writer.add_tensor("token_embd.weight", np.zeros((40, 32), np.float32))
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((32, 32), np.float16))
+    writer.add_tensor("blk.0.attn_norm.weight", np.zeros(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_metadata_and_tensors_are_read_and_vocabularies_stepped_over(tmp_path: Path) -> None:
+    header = read_gguf_header(write_gguf(tmp_path / "m.gguf"))
+    assert header.metadata["llama.context_length"] == 256
+    assert header.metadata["general.architecture"] == "llama"
+    assert header.metadata["tokenizer.ggml.add_bos_token"] is True
+    assert not {"tokenizer.ggml.tokens", "tokenizer.ggml.scores"} & set(header.metadata)
+    found = {row.name: (row.shape, row.type_code) for row in header.tensors}
+    assert found == {
+        "token_embd.weight": ((40, 32), 0),
+        "blk.0.attn_q.weight": ((32, 32), 1),
+        "blk.0.attn_norm.weight": ((32,), 0),
+    }
+
+
+def test_a_truncated_header_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "m.gguf").read_bytes()
+    end = whole.index(b"blk.0.attn_norm.weight") + 22 + 4 + 8 + 4 + 8  # name, dimensions, one length, type, offset
+    path = tmp_path / "cut.gguf"
+    for size in [*range(0, 400), *range(end - 80, end)]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(ConvertError, match=r"cut\.gguf"):
+            read_gguf_header(path)
+    path.write_bytes(whole[:end])
+    assert len(read_gguf_header(path).tensors) == 3
+
+
+@pytest.mark.parametrize(
+    ("at", "raw", "words"),
+    [
+        (0, b"GGML", "not a GGUF file"),
+        (4, (1).to_bytes(4, "little"), "GGUF version 1"),
+        (4, (3).to_bytes(4, "big"), "GGUF version 50331648"),
+        (24, (1 << 62).to_bytes(8, "little"), "runs past the end"),
+    ],
+)
+def test_what_is_not_gguf_is_refused_with_the_reason(tmp_path: Path, at: int, raw: bytes, words: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    data = bytearray(path.read_bytes())
+    data[at : at + len(raw)] = raw
+    path.write_bytes(data)
+    with pytest.raises(ConvertError, match=words):
+        read_gguf_header(path)
+
+
+def test_parts_of_a_split_file_are_read_together(tmp_path: Path) -> None:
+    first = write_gguf(tmp_path / "m-00001-of-00002.gguf", **{"split.count": 2})
+    with pytest.raises(ConvertError, match=r"1 of 2 parts are missing: put m-00002-of-00002\.gguf beside it"):
+        read_gguf_header(first)
+    write_gguf(tmp_path / "m-00002-of-00002.gguf")
+    assert len(read_gguf_header(first).tensors) == 6
+    lone = first.rename(tmp_path / "m.gguf")
+    with pytest.raises(ConvertError, match="its name does not end in"):
+        read_gguf_header(lone)
+
+
+def test_a_plan_reads_its_config_from_the_header(tmp_path: Path) -> None:
+    config = open_model(str(write_gguf(tmp_path / "m.gguf"))).config
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 8)
+    assert (config.vocab_size, config.tie_word_embeddings, config.max_position_embeddings) == (40, True, 256)
+    keys = {
+        "llama.attention.head_count_kv": [4, 4],
+        "llama.attention.key_length": 16,
+        "llama.attention.sliding_window": 64,
+    }
+    config = open_model(str(write_gguf(tmp_path / "other.gguf", **keys))).config
+    assert (config.num_kv_heads, config.head_dim, config.windows) == (4, 16, (64, 64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"llama.attention.head_count_kv": [4, 2]}, "one number from 1 up for all layers"),
+        ({"llama.block_count": None}, "metadata llama.block_count is 'None'"),
+        ({"llama.attention.head_count_kv": 3}, "not a multiple"),
+    ],
+)
+def test_a_header_that_describes_no_model_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConvertError, match=rf"m\.gguf: .*{words}"):
+        open_model(str(write_gguf(tmp_path / "m.gguf", **changes)))
+
+
+def test_safetensors_folders_with_damage_are_refused(tmp_path: Path, tiny_model: Any) -> None:
+    config = (tiny_model() / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    with pytest.raises(ConvertError, match=r"2 of 2 files are missing: copy one\.safetensors again"):
+        open_model(str(tmp_path))
+    index.write_text("[]")
+    with pytest.raises(ConvertError, match="no weight_map"):
+        open_model(str(tmp_path))
+    index.unlink()
+    weights = tmp_path / "model.safetensors"
+    for raw, words in ((b"", "not safetensors"), (b"\x10" + bytes(7) + b"{", "the header is not valid")):
+        weights.write_bytes(raw)
+        with pytest.raises(ConvertError, match=words):
+            open_model(str(tmp_path))
