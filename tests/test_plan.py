@@ -241,3 +241,17 @@ def test_a_picture_without_matplotlib_is_refused_with_the_remedy(
     code, output, errors = run(path, "--memory", "24GiB", "--plot", str(tmp_path / "plan.png"))
     assert (code, output) == (1, "")
     assert errors == "ropeway plan: --plot needs matplotlib: pip install 'ropeway[plot]'\n"
+
+
+def test_a_load_that_fits_ends_with_the_line_that_serves_it(tiny_model: Any) -> None:
+    load = ["--memory", "1GiB", "--concurrency", "3", "--context", "100", "--kv-dtype", "bfloat16"]
+    folder = str(tiny_model())
+    needed = plan(folder, *load)["needed"]
+    words = run(folder, *load)[1].replace("\\\n", " ").split()
+    line = words[words.index("ropeway") : words.index("ropeway") + 17]
+    assert line == [
+        "ropeway", "serve", folder, "--max-model-len", "100", "--max-num-seqs", "3", "--page-size", "16",
+        "--max-num-batched-tokens", "512", "--kv-cache-memory", str(needed), "--dtype", "float32",
+        "--kv-cache-dtype", "bfloat16",
+    ]  # fmt: skip
+    assert "ropeway serve" not in run(f"{folder}/config.json", *load)[1]

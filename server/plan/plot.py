@@ -21,7 +21,7 @@ from server.plan.report import size
 from server.plan.result import Plan
 from server.plan.waterfall import evaluate
 
-TAKEN = {"weights": "#4c72b0", "workspace": "#8172b3", "reserve": "#a0a0a0"}
+TAKEN = {"weights": "#4c72b0", "packed_head": "#64b5cd", "workspace": "#8172b3", "reserve": "#a0a0a0"}
 NEEDED, SPARE, LACKING = "#dd8452", "#55a868", "#c44e52"
 SHORTEST = 128
 """Tokens at which the curves begin."""
@@ -42,7 +42,8 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
     budget, needed = plan.outcome.budget, plan.outcome.needed
     pool = max(0, budget.pool)
     parts = [
-        (f"{name}: {size(getattr(budget, name))}", getattr(budget, name), colour) for name, colour in TAKEN.items()
+        (f"{name.replace('_', ' ')}: {size(getattr(budget, name))}", getattr(budget, name), colour)
+        for name, colour in TAKEN.items()
     ]
     parts.append((f"KV of the load: {size(needed)}", min(needed, pool), NEEDED))
     parts.append((f"spare: {size(pool - needed)}", max(0, pool - needed), SPARE))

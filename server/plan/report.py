@@ -97,7 +97,9 @@ def _request(plan: Plan) -> list[str]:
 def _memory(plan: Plan) -> list[str]:
     """Each bar begins where the one above ends; what the load needs is drawn over the pool."""
     budget, outcome = plan.outcome.budget, plan.outcome
-    taken = [("weights", budget.weights), ("workspace (estimate)", budget.workspace), ("reserve", budget.reserve)]
+    taken = [("weights", budget.weights)]
+    taken += [("head, packed for CPU", budget.packed_head)] if budget.packed_head else []
+    taken += [("workspace (estimate)", budget.workspace), ("reserve", budget.reserve)]
     lines, start = [_share("memory", budget.memory, 0, budget.memory)], 0
     for name, count in taken:
         lines.append(_share(name, count, start, budget.memory))
@@ -152,10 +154,11 @@ def launch_lines(plan: Plan) -> list[str]:
     flags = {
         "max-model-len": scenario.context, "max-num-seqs": scenario.concurrency, "page-size": scenario.page_size,
         "max-num-batched-tokens": scenario.step_tokens, "kv-cache-memory": plan.outcome.needed,
-        "dtype": scenario.activation_dtype, "kv-cache-dtype": scenario.kv_dtype, "tensor-parallel-size": scenario.ranks,
+        "dtype": scenario.activation_dtype, "kv-cache-dtype": scenario.kv_dtype,
+        "tensor-parallel-size": scenario.ranks if scenario.ranks > 1 else None,
     }  # fmt: skip
     lines = ["  ropeway serve" + (f" {quote(model.serve_as)}" if model.serve_as else "")]
-    for word in (f"--{name} {value}" for name, value in flags.items() if value not in ("auto", 1)):
+    for word in (f"--{name} {value}" for name, value in flags.items() if value not in (None, "auto")):
         if len(lines[-1]) + len(word) > WIDTH - 3:
             lines[-1] += " \\"
             lines.append("   ")

@@ -70,6 +70,12 @@ class Scenario:
         copied = any(name in tensor.name for name in COPIED_PER_RANK)
         return -(-size // (min(self.ranks, self.config.num_kv_heads) if copied else self.ranks))
 
+    def packed_head(self) -> int:
+        """The output matrix once more where it is tied to the embedding: CPU kernels multiply by a packed copy."""
+        config = self.config
+        size = config.vocab_size * config.hidden_size * DTYPE_BYTES.get(self.activation_dtype, 2)
+        return -(-size // self.ranks) if config.tie_word_embeddings else 0
+
     def workspace(self) -> int:
         """Estimate of the worst step: the widest layer's activations, fp32 logits of every row, and the RoPE table."""
         config, ranks = self.config, self.ranks
@@ -86,19 +92,25 @@ class Budget:
 
     memory: int
     weights: int
+    packed_head: int
     workspace: int
     reserve: int
 
     @property
     def pool(self) -> int:
-        return self.memory - self.weights - self.workspace - self.reserve
+        return self.memory - self.fixed - self.reserve
+
+    @property
+    def fixed(self) -> int:
+        """What no setting of the pool changes."""
+        return self.weights + self.packed_head + self.workspace
 
 
 def budget_of(scenario: Scenario) -> Budget:
     reserve = scenario.reserve
     if reserve is None:
         reserve = max(RESERVE_LEAST, int(scenario.memory * RESERVE_FRACTION))
-    return Budget(scenario.memory, scenario.weights(), scenario.workspace(), reserve)
+    return Budget(scenario.memory, scenario.weights(), scenario.packed_head(), scenario.workspace(), reserve)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +182,7 @@ def request_bytes(layout: KVLayout, context: int) -> int:
 
 def required_memory(scenario: Scenario, outcome: Outcome) -> int:
     """The smallest device on which the scenario fits, its own reserve rule included."""
-    fixed = outcome.budget.weights + outcome.budget.workspace + outcome.needed
+    fixed = outcome.budget.fixed + outcome.needed
     if scenario.reserve is not None:
         return fixed + scenario.reserve
     return max(fixed + RESERVE_LEAST, math.ceil(fixed / (1 - RESERVE_FRACTION)))
