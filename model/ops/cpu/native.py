@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.batch import SampleBatch, Sampled
 from model.ops.interface import AttentionTables, LayerKV, PackedLinear
-from model.ops.reference import ReferenceLinear, ReferenceOps
+from model.ops.reference import ReferenceOps
 
 NATIVE = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
@@ -75,9 +75,9 @@ class CpuOps:
         return NativeLinear(packed, None if bias is None else bias.float(), rows, columns)
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        if isinstance(packed, ReferenceLinear):
+        if not isinstance(packed, NativeLinear):
             return self._reference.linear(x, packed, out_dtype)
-        assert isinstance(packed, NativeLinear) and x.shape[1] == packed.in_features, (x.shape, packed)
+        assert x.shape[1] == packed.in_features, (x.shape, packed)
         out = torch.empty((x.shape[0], packed.out_features), dtype=out_dtype or x.dtype)
         self._native.rw_linear(
             x.data_ptr(), _is_bf16(x), packed.weight.data_ptr(), _is_bf16(packed.weight), _pointer(packed.bias),
