@@ -222,6 +222,14 @@ def test_help_and_documentation_say_what_the_table_says() -> None:
     assert len(re.findall(r"^\| `-", document, re.MULTILINE)) == len(rows) + 1
 
 
+def test_the_documented_example_is_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = re.search(r"```console\n\$ ropeway plan (.*)\n([^`]*)```", (REPOSITORY / "docs" / "plan.md").read_text())
+    assert example
+    write_config(tmp_path, LLAMA_8B, "llama-3.1-8b")
+    monkeypatch.chdir(tmp_path)
+    assert run(*example[1].split())[1] == example[2]
+
+
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed (the plot extra)")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
