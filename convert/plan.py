@@ -70,6 +70,8 @@ def make_plan(source: Source, dtype: str | None = None) -> list[Target]:
     config = source.values()
     if config["model_type"] not in MODEL_TYPES:
         raise ConvertError(f"model_type {config['model_type']!r} is not supported", source.path)
+    if config["head_dim"] < 2 or config["head_dim"] % 2:
+        raise ConvertError(f"head_dim is {config['head_dim']}, RoPE needs an even number", source.path)
     by_target = {target: source.table[name] for name, target in source.names.items()}
     shapes = expected_shapes(config)
     _account(source, shapes, by_target)

@@ -40,6 +40,13 @@ HF_ROLES = {
     **{role: f"model.layers.{{}}.mlp.{role}_proj.weight" for role in ("gate", "up", "down")},
     **{f"{role}_bias": f"model.layers.{{}}.mlp.{role}_proj.bias" for role in ("gate", "up", "down")},
 }  # fmt: skip
+META_ROLES = {
+    "embed": "tok_embeddings.weight", "norm": "norm.weight", "head": "output.weight",
+    "attn_norm": "layers.{}.attention_norm.weight", "mlp_norm": "layers.{}.ffn_norm.weight",
+    **{role: f"layers.{{}}.attention.w{role}.weight" for role in "qkvo"},
+    "gate": "layers.{}.feed_forward.w1.weight", "up": "layers.{}.feed_forward.w3.weight",
+    "down": "layers.{}.feed_forward.w2.weight",
+}  # fmt: skip
 GGUF_ADJACENT = {"llama"}  # by llama.cpp's own table of rope types
 
 Frequencies = NDArray[np.float64]
@@ -86,6 +93,8 @@ def source_reading(source: Source) -> TensorReading:
         return canonical_reading(source.table, source.raw)
     if source.format == "gguf":
         return _gguf_reading(source.table, source.raw)
+    if source.format in ("meta", "mistral") or source.format.startswith("llama2c"):
+        return _meta_reading(source.table, source.raw)
     raise ConvertError(f"no independent reading of {source.format}", source.path)
 
 
@@ -116,6 +125,28 @@ def _gguf_reading(table: Mapping[str, SourceTensor], metadata: Mapping[str, Any]
         field("attention.layer_norm_rms_epsilon"), field("attention.sliding_window"), frequencies, scale,
     )  # fmt: skip
     return TensorReading(table, GGUF_ROLES, dims, adjacent=arch in GGUF_ADJACENT)
+
+
+def _meta_reading(table: Mapping[str, SourceTensor], params: Mapping[str, Any]) -> TensorReading:
+    """Meta's own reading: consecutive channels are one complex number."""
+    heads = params["n_heads"]
+    width = table["layers.0.attention.wq.weight"].shape[0] // heads
+    theta, scale = params.get("rope_theta", 1e4), 1.0
+    frequencies = plain_frequencies(theta, width)
+    if params.get("use_scaled_rope"):
+        factor = 32.0 if (params["dim"], params["n_layers"]) in ((2048, 16), (3072, 28)) else 8.0
+        turns = 8192 * frequencies / (2 * np.pi)
+        smooth = np.clip((turns - 1) / 3, 0, 1)
+        frequencies = frequencies * ((1 - smooth) / factor + smooth)
+    if (ramp := params.get("yarn")) is not None:
+        attention = None if ramp.get("apply_scale", True) else 1.0
+        original, fast, slow = ramp["original_max_position_embeddings"], ramp.get("beta", 32), ramp.get("alpha", 1)
+        frequencies, scale = yarn(frequencies, theta, ramp["factor"], original, fast, slow, attention)
+    dims = Dimensions(
+        params["n_layers"], heads, params.get("n_kv_heads") or heads, width, params["norm_eps"],
+        params.get("sliding_window"), frequencies, scale,
+    )  # fmt: skip
+    return TensorReading(table, META_ROLES, dims, adjacent=True)
 
 
 def canonical_reading(table: Mapping[str, SourceTensor], config: Mapping[str, Any]) -> TensorReading:

@@ -5,12 +5,15 @@ Knows nothing of any format: `open_source` asks each reader whether it recognise
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from convert.dtypes import Array
+import numpy as np
+
+from convert.dtypes import NUMPY, Array
 from convert.errors import ConvertError
 from convert.rope_pairing import Pairing
 
@@ -65,20 +68,37 @@ class Source:
         return {key: entry.value for key, entry in self.config.items()}
 
 
+def file_tensor(name: str, path: Path, dtype: str, shape: tuple[int, ...], offset: int) -> SourceTensor:
+    """A tensor that lies in `path` at byte `offset` exactly as numpy would lay it out, mapped when it is read."""
+
+    def read() -> Array:
+        if dtype not in NUMPY:
+            raise ConvertError(f"tensor {name!r} is {dtype}, which is not supported", path, offset)
+        return np.memmap(path, NUMPY[dtype], "r", offset, (math.prod(shape),)).reshape(shape)
+
+    return SourceTensor(name, shape, dtype, dtype, path, offset, read)
+
+
 def open_source(path: Path) -> Source:
     """Recognise `path` (a file or a folder) by its content. Raises ConvertError when no reader knows it."""
     from convert.formats.gguf import MAGIC
     from convert.formats.gguf_model import open_gguf
     from convert.formats.huggingface import is_huggingface, open_huggingface
+    from convert.formats.llama2c import is_llama2c, open_llama2c
+    from convert.formats.meta import is_meta, open_meta
 
     if not path.exists():
         raise ConvertError("no such file or folder", path)
     if path.is_dir():
         if is_huggingface(path):
             return open_huggingface(path)
-        raise ConvertError("no checkpoint in this folder (expected config.json and *.safetensors)", path)
+        if is_meta(path):
+            return open_meta(path)
+        raise ConvertError("no checkpoint in this folder (no config.json with weights, no params.json)", path)
     with path.open("rb") as file:
         start = file.read(8)
     if start[:4] == MAGIC:
         return open_gguf(path)
+    if is_llama2c(path):
+        return open_llama2c(path)
     raise ConvertError(f"not a checkpoint of a known format (starts with {start!r})", path, 0)

@@ -5,6 +5,7 @@ Knows nothing of the converter: permutations are spelled as the exporters of tho
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,76 @@ def _metadata(writer: GGUFWriter, config: dict[str, Any], extra: dict[str, Any])
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in extra.items():
         adders[type(value)](key, value)
+
+
+META_NAMES = {
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+META_GLOBALS = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}
+
+
+def meta_tensors(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Meta's names and adjacent pairs for Hugging Face tensors."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    out = {}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix(".weight")
+        if stem in META_GLOBALS:
+            out[f"{META_GLOBALS[stem]}.weight"] = tensor
+            continue
+        _, _, layer, rest = stem.split(".", 3)
+        kind = rest.split(".")[-1]
+        rows = torch.from_numpy(adjacent_rows(tensor.numpy(), heads[kind])) if kind in heads else tensor
+        out[f"layers.{layer}.{META_NAMES[rest]}.weight"] = rows
+    return out
+
+
+def meta_params(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "dim": config["hidden_size"], "n_layers": config["num_hidden_layers"],
+        "n_heads": config["num_attention_heads"], "n_kv_heads": config["num_key_value_heads"], "vocab_size": -1,
+        "norm_eps": config["rms_norm_eps"], "rope_theta": config["rope_theta"], "multiple_of": 4,
+    }  # fmt: skip
+
+
+def write_llama2c(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], version: int) -> Path:
+    """Versions 0, 1 and 2 as karpathy's export.py lays them out; group size of version 2: 8."""
+    named = {name: tensor.numpy() for name, tensor in meta_tensors(config, tensors).items()}
+    tied = "output.weight" not in named
+    numbers = [config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"],
+               config["num_attention_heads"], config["num_key_value_heads"]]  # fmt: skip
+    vocab = config["vocab_size"] * (-1 if version == 0 and not tied else 1)
+    header = struct.pack("<7i", *numbers, vocab, config["max_position_embeddings"])
+    if version:
+        header = struct.pack("<Ii", 0x616B3432, version) + header + bytes([tied])
+        header = (header + (struct.pack("<i", 8) if version == 2 else b"")).ljust(256, b"\0")
+    norms, matrices = ["attention_norm", "ffn_norm"], ["attention.wq", "attention.wk", "attention.wv", "attention.wo"]
+    matrices += ["feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
+    layers = range(config["num_hidden_layers"])
+
+    def of_layers(names: list[str]) -> list[NDArray[Any]]:
+        return [named[f"layers.{i}.{name}.weight"] for name in names for i in layers]
+
+    angles = np.outer(
+        np.arange(config["max_position_embeddings"]), 1e4 ** (-np.arange(0, config["head_dim"], 2) / config["head_dim"])
+    )
+    if version == 0:
+        order = of_layers(["attention_norm", *matrices[:4], "ffn_norm", *matrices[4:]])
+        arrays = [named["tok_embeddings.weight"], *order, named["norm.weight"], np.cos(angles), np.sin(angles)]
+    else:
+        plain = [*of_layers(norms), named["norm.weight"]]
+        arrays = [*plain, named["tok_embeddings.weight"], *of_layers(matrices)]
+    arrays += [] if tied else [named["output.weight"]]
+    path.write_bytes(header + b"".join(_llama2c_bytes(array, version) for array in arrays))
+    return path
+
+
+def _llama2c_bytes(array: NDArray[Any], version: int) -> bytes:
+    if version < 2 or array.ndim == 1:
+        return bytes(array.astype("<f4").tobytes())
+    groups = array.astype("<f4").reshape(-1, 8)
+    scales = np.abs(groups).max(1) / 127
+    values = np.round(groups / scales[:, None]).astype(np.int8)
+    return bytes(values.tobytes()) + bytes(scales.astype("<f4").tobytes())

@@ -19,7 +19,7 @@ from model.ops.reference import ReferenceOps
 from model.weights import load_decoder
 from tests.test_decoder import Session
 
-LOSSLESS = ["stories260K-f32.gguf"]
+LOSSLESS = ["stories260K-f32.gguf", "stories260K.bin", "meta", "meta-mp2-llama3", "mistral-native"]
 
 
 @pytest.fixture(scope="module")

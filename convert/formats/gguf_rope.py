@@ -1,7 +1,6 @@
 """RoPE parameters of a GGUF file: base, scaling keys, and `rope_freqs.weight` inverted to Llama 3 scaling.
 
-Knows nothing of the other metadata. Both spellings of config.json are written: `rope_theta` with `rope_scaling`
-(transformers 4) and `rope_parameters` (transformers 5); readers of one ignore the other without a word.
+Knows nothing of the other metadata.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import numpy as np
 from convert.dtypes import Float32
 from convert.errors import ConvertError
 from convert.formats.gguf import GgufFile
+from convert.formats.rope_entries import rope_entries
 from convert.source import ConfigEntry
 
 if TYPE_CHECKING:
@@ -20,17 +20,6 @@ if TYPE_CHECKING:
 
 DEFAULT_THETA = 10000.0
 YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}  # any other yarn_* key is refused
-
-
-def rope_entries(theta: ConfigEntry, scaling: dict[str, Any] | None, origin: str) -> dict[str, ConfigEntry]:
-    """rope_theta, rope_scaling and rope_parameters from one theta and one scaling (None: plain RoPE)."""
-    both = f"{theta.origin}; {origin}" if scaling else theta.origin
-    parameters = {"rope_theta": theta.value, **(scaling or {"rope_type": "default"})}
-    return {
-        "rope_theta": theta,
-        "rope_scaling": ConfigEntry(scaling, both),
-        "rope_parameters": ConfigEntry(parameters, both),
-    }
 
 
 def rope_config(file: GgufFile, fields: Fields, head_dim: int) -> dict[str, ConfigEntry]:

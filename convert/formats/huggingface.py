@@ -9,11 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from convert.dtypes import NUMPY, Array
 from convert.errors import ConvertError
-from convert.source import ConfigEntry, Source, SourceTensor
+from convert.source import ConfigEntry, Source, SourceTensor, file_tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -105,7 +102,7 @@ def read_safetensors(path: Path) -> dict[str, SourceTensor]:
     if 8 + length + end != size:
         raise ConvertError(f"holds {size} bytes, its header describes {8 + length + end}", path, size)
     base = 8 + length
-    return {name: _tensor(path, name, dtype, shape, base + begin) for name, dtype, shape, begin, _ in rows}
+    return {name: file_tensor(name, path, dtype, shape, base + begin) for name, dtype, shape, begin, _ in rows}
 
 
 def _row(path: Path, name: str, entry: Any) -> tuple[str, str, tuple[int, ...], int, int]:
@@ -121,13 +118,3 @@ def _row(path: Path, name: str, entry: Any) -> tuple[str, str, tuple[int, ...], 
     if not sound:
         raise ConvertError(f"header entry of tensor {name!r} is not sound: {str(entry)[:80]}", path, 8)
     return name, dtype, shape, begin, end
-
-
-def _tensor(path: Path, name: str, dtype: str, shape: tuple[int, ...], offset: int) -> SourceTensor:
-    def read() -> Array:
-        if dtype not in NUMPY:
-            raise ConvertError(f"tensor {name!r} is {dtype}, which is not supported", path, offset)
-        count = int(np.prod(shape, dtype=np.int64))
-        return np.memmap(path, NUMPY[dtype], "r", offset, (count,)).reshape(shape)
-
-    return SourceTensor(name, shape, dtype, dtype, path, offset, read)

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers
-from tokenizers.models import BPE
+from tokenizers import Tokenizer, decoders
 
 from convert.errors import ConvertError
 from convert.tokenizer.assemble import Special, finish, special_files
 from convert.tokenizer.pre_tokenizers import CUTS
+from convert.tokenizer.sentencepiece import Kind, Piece, add_special, bpe, sentencepiece_tokenizer, vocabulary
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+KINDS: dict[int, Kind] = {1: "normal", 2: "unknown", 3: "control", 4: "user_defined", 5: "unused", 6: "byte"}
 PREFIX = "tokenizer.ggml."
 
 
@@ -29,13 +29,17 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> dict[str, str]:
     tokens, types = metadata.get(PREFIX + "tokens"), metadata.get(PREFIX + "token_type")
     if not isinstance(tokens, list) or types is None or len(types) != len(tokens):
         raise ConvertError("tokenizer.ggml.tokens and token_type are missing or differ in length", path)
+    pieces = _pieces(metadata, tokens, types, path)
     if model == "gpt2":
         tokenizer, add_bos = _byte_level(metadata, tokens, path)
     elif model == "llama":
-        tokenizer, add_bos = _sentencepiece(metadata, tokens, types, path)
+        if PREFIX + "scores" not in metadata:
+            raise ConvertError("tokenizer.ggml.scores is missing", path)
+        prefix = bool(metadata.get(PREFIX + "add_space_prefix", True))
+        tokenizer, add_bos = sentencepiece_tokenizer(pieces, path, prefix), True
     else:
         raise ConvertError(f"tokenizer model {model!r} is not supported (known: gpt2, llama)", path)
-    _add_special(tokenizer, tokens, types)
+    add_special(tokenizer, pieces)
     special = _special(metadata, tokens, add_bos, path)
     finish(tokenizer, special)
     files = {"tokenizer.json": tokenizer.to_str(), **special_files(special)}
@@ -43,6 +47,16 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> dict[str, str]:
     if isinstance(template, str) and template:
         files["chat_template.jinja"] = template
     return files
+
+
+def _pieces(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], path: Path) -> list[Piece]:
+    scores = metadata.get(PREFIX + "scores")
+    if scores is None:
+        scores = [0.0] * len(tokens)
+    if len(scores) != len(tokens) or not set(map(int, types)) <= KINDS.keys():
+        raise ConvertError("tokenizer.ggml.scores or token_type does not fit tokens", path)
+    rows = zip(tokens, scores, types, strict=True)
+    return [Piece(text, float(score), KINDS[int(kind)]) for text, score, kind in rows]
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], path: Path) -> tuple[Tokenizer, bool]:
@@ -56,74 +70,11 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], path: Path) -> t
     merges = [tuple(line.split(" ", 1)) for line in lines]
     if any(len(pair) != 2 for pair in merges):
         raise ConvertError("tokenizer.ggml.merges: a line is not two pieces", path)
-    model = _bpe(path, vocab=_vocab(tokens, path), merges=merges, ignore_merges=cut.ignore_merges)
+    model = bpe(path, vocab=vocabulary(tokens, path), merges=merges, ignore_merges=cut.ignore_merges)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = cut.build()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, cut.add_bos
-
-
-def _sentencepiece(
-    metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], path: Path
-) -> tuple[Tokenizer, bool]:
-    scores = metadata.get(PREFIX + "scores")
-    if scores is None or len(scores) != len(tokens):
-        raise ConvertError("tokenizer.ggml.scores is missing or differs in length from tokens", path)
-    vocab = _vocab(tokens, path)
-    normal = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
-    unknown = tokens[int(metadata.get(PREFIX + "unknown_token_id", 0))]
-    model = _bpe(
-        path, vocab=vocab, merges=merges_from_scores(vocab, normal, scores), unk_token=unknown, fuse_unk=True,
-        byte_fallback=BYTE in types,
-    )  # fmt: skip
-    tokenizer = Tokenizer(model)
-    prefix = bool(metadata.get(PREFIX + "add_space_prefix", True))
-    replace = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace] if prefix else [replace])
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    return tokenizer, True
-
-
-def merges_from_scores(vocab: dict[str, int], normal: set[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Sentencepiece keeps scores, BPE wants merges: every cut of a normal token into two known ones, best score first.
-
-    Equal scores go by the ids of the parts.
-    """
-    ranked = []
-    for token in normal:
-        index = vocab[token]
-        for cut in range(1, len(token)):
-            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
-            if left is not None and right is not None:
-                ranked.append((-float(scores[index]), left, right, token[:cut], token[cut:]))
-    ranked.sort()
-    return [(left, right) for _, _, _, left, right in ranked]
-
-
-def _bpe(path: Path, **parts: Any) -> BPE:
-    try:
-        return BPE(**parts)
-    except Exception as error:  # the library raises plain Exception for merges outside the vocabulary
-        raise ConvertError(f"tokenizer: {error}", path) from error
-
-
-def _vocab(tokens: list[str], path: Path) -> dict[str, int]:
-    vocab = {token: index for index, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        twice = next(token for index, token in enumerate(tokens) if vocab[token] != index)
-        raise ConvertError(f"token {twice!r} appears twice in tokenizer.ggml.tokens", path)
-    return vocab
-
-
-def _add_special(tokenizer: Tokenizer, tokens: list[str], types: Sequence[int]) -> None:
-    """Control and unknown tokens are special (not shown in text); user-defined ones are matched whole but shown."""
-    added = [
-        AddedToken(token, special=kind != USER_DEFINED, normalized=False)
-        for token, kind in zip(tokens, types, strict=True)
-        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
-    ]
-    tokenizer.add_tokens(added)
 
 
 def _special(metadata: Mapping[str, Any], tokens: list[str], add_bos: bool, path: Path) -> Special:

@@ -1,0 +1,99 @@
+"""Sentencepiece vocabularies (BPE with byte fallback, as Llama 1 and 2 and Mistral use) to tokenizer.json.
+
+Knows nothing of where the pieces came from: GGUF metadata, a llama2.c file or a .model protobuf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+
+from convert.errors import ConvertError
+from convert.tokenizer.assemble import Special, finish, special_files
+
+Kind = Literal["normal", "unknown", "control", "user_defined", "unused", "byte"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One entry of the vocabulary; its id is its place. text has spaces as ▁."""
+
+    text: str
+    score: float
+    kind: Kind
+
+
+def sentencepiece_files(pieces: Sequence[Piece], path: Path) -> dict[str, str]:
+    """The usual Llama arrangement: a space in front, BOS added, the first control tokens named <s> and </s>."""
+    tokenizer = sentencepiece_tokenizer(pieces, path, prefix=True)
+    add_special(tokenizer, pieces)
+    texts = [piece.text for piece in pieces]
+    bos, eos = (texts.index(name) if name in texts else None for name in ("<s>", "</s>"))
+    unknown = next((i for i, piece in enumerate(pieces) if piece.kind == "unknown"), None)
+    special = Special(texts, bos, () if eos is None else (eos,), unknown, None, add_bos=bos is not None, add_eos=False)
+    finish(tokenizer, special)
+    return {"tokenizer.json": tokenizer.to_str(), **special_files(special)}
+
+
+def sentencepiece_tokenizer(pieces: Sequence[Piece], path: Path, prefix: bool) -> Tokenizer:
+    """prefix: a text starts as if a space stood before it."""
+    vocab = vocabulary([piece.text for piece in pieces], path)
+    unknown = next((piece.text for piece in pieces if piece.kind == "unknown"), None)
+    model = bpe(
+        path, vocab=vocab, merges=merges_from_scores(pieces, vocab), unk_token=unknown, fuse_unk=True,
+        byte_fallback=any(piece.kind == "byte" for piece in pieces),
+    )  # fmt: skip
+    tokenizer = Tokenizer(model)
+    replace = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace] if prefix else [replace])
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer
+
+
+def merges_from_scores(pieces: Sequence[Piece], vocab: dict[str, int]) -> list[tuple[str, str]]:
+    """Sentencepiece keeps scores, BPE wants merges: every cut of a normal token into two known ones, best score first.
+
+    Equal scores go by the ids of the parts.
+    """
+    ranked = []
+    for piece in pieces:
+        if piece.kind != "normal":
+            continue
+        for cut in range(1, len(piece.text)):
+            left, right = vocab.get(piece.text[:cut]), vocab.get(piece.text[cut:])
+            if left is not None and right is not None:
+                ranked.append((-piece.score, left, right))
+    ranked.sort()
+    texts = [piece.text for piece in pieces]
+    return [(texts[left], texts[right]) for _, left, right in ranked]
+
+
+def add_special(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> None:
+    """Control and unknown tokens are special (not shown in text); user-defined ones are matched whole but shown."""
+    kinds = ("unknown", "control", "user_defined")
+    tokenizer.add_tokens(
+        [AddedToken(p.text, special=p.kind != "user_defined", normalized=False) for p in pieces if p.kind in kinds]
+    )
+
+
+def vocabulary(texts: Sequence[str], path: Path) -> dict[str, int]:
+    """Token -> id. Raises ConvertError if a token appears twice."""
+    vocab = {text: index for index, text in enumerate(texts)}
+    if len(vocab) != len(texts):
+        twice = next(text for index, text in enumerate(texts) if vocab[text] != index)
+        raise ConvertError(f"token {twice!r} appears twice in the vocabulary", path)
+    return vocab
+
+
+def bpe(path: Path, **parts: Any) -> BPE:
+    """The library's model; merges that leave the vocabulary raise ConvertError."""
+    try:
+        return BPE(**parts)
+    except Exception as error:  # the library raises plain Exception
+        raise ConvertError(f"tokenizer: {error}", path) from error
