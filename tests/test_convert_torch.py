@@ -108,7 +108,7 @@ def test_checklist_is_verified(tmp_path: Path) -> None:
         ({"hidden_dim": 99}, "hidden_dim is 99, the tensors say 80"),
         ({"n_heads": None}, "n_heads is None"),
         ({"tied_embeddings": True}, "output.weight differs"),
-        ({"dim": 47}, "the config needs"),
+        ({"dim": 64}, "the config needs"),
     ],
 )
 def test_params_that_do_not_fit_are_refused(params: dict[str, Any], reason: str, tmp_path: Path) -> None:
