@@ -30,9 +30,7 @@ class KVCache:
             for group, pages in zip(layout.groups, num_pages, strict=True)
         )
         self._place = {
-            layer: (index, row)
-            for index, group in enumerate(layout.groups)
-            for row, layer in enumerate(group.layers)
+            layer: (index, row) for index, group in enumerate(layout.groups) for row, layer in enumerate(group.layers)
         }
         self._layers = tuple(self._view(*self._place[layer]) for layer in sorted(self._place))
 

@@ -219,7 +219,7 @@ def test_a_row_is_sampled_alike_in_any_company(vocabulary: int) -> None:
     whole = OPS.sample(logits.clone(), batch)
     assert whole.logprobs is not None and whole.top_ids is not None and whole.top_logprobs is not None
     order = torch.randperm(33, generator=torch.Generator().manual_seed(0))
-    for rows in ([[row] for row in range(33)] + [[4, 9], [30, 2, 17], list(range(8, 16)), order.tolist()]):
+    for rows in [[row] for row in range(33)] + [[4, 9], [30, 2, 17], list(range(8, 16)), order.tolist()]:
         index = torch.tensor(rows)
         part = OPS.sample(logits[index], pick(batch, index))
         assert part.logprobs is not None and part.top_ids is not None and part.top_logprobs is not None
