@@ -164,9 +164,9 @@ def rig(
     return Rig(Engine(scheduler, device, info(length), clock=lambda: now[0]), device, now)
 
 
-def info(max_model_len: int) -> EngineInfo:
+def info(max_model_len: int, vocab_size: int = VOCAB) -> EngineInfo:
     return EngineInfo(
-        vocab_size=VOCAB, max_model_len=max_model_len, device="fake", dtype="float32", kv_dtype="float32",
+        vocab_size=vocab_size, max_model_len=max_model_len, device="fake", dtype="float32", kv_dtype="float32",
         backend="fake", threads=1, batch_invariant=True, page_size=4, num_pages=(), page_bytes=(),
         kv_bytes_predicted=0, kv_bytes_allocated=0, kv_bytes_resident=0, weights_bytes=0, workspace_bytes=0,
         rss_bytes=0, max_num_seqs=0, max_num_batched_tokens=0, prefix_caching=True, pid=0,

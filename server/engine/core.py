@@ -28,7 +28,7 @@ from server.engine.resident import ResidentMemory
 from server.engine.scheduler import Scheduler
 from server.engine.views import VIEWS
 
-NAN = "the model produced NaN or infinite logits for this request; its cached pages were dropped"
+NAN = "no token could be sampled: the model produced NaN or infinite logits (or the request rules out every token)"
 
 
 class Engine:

@@ -17,7 +17,7 @@ import torch
 from model.config import ConfigError, ModelConfig, load_config
 from model.decoder import Decoder
 from model.kv_cache import KVCache
-from model.kv_cost import KVLayout, layout_for
+from model.kv_cost import SCRATCH_PAGES, KVLayout, layout_for, pages_for_sequences, pages_in_budget
 from model.memory import available_bytes, default_pool_bytes, resident_bytes, rss_bytes
 from model.ops.interface import Ops
 from model.ops.select import ops_for
@@ -25,11 +25,12 @@ from model.weights import load_decoder
 from server.engine.core import Engine
 from server.engine.messages import EngineConfig, EngineInfo, Progress, SamplingParams, Submit
 from server.engine.page_tables import PageTables
-from server.engine.pool_size import full_batch_pages, pages_within, workspace_bytes
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits, Scheduler
 
 WARM_UP_TOKENS = 64
+SAMPLING_ARRAYS = 6
+"""fp32 arrays as large as the logits that sampling holds at its worst: copy, log-softmax, sorted values, ids twice."""
 Report = Callable[[Progress], None]
 
 
@@ -130,8 +131,8 @@ def _assemble(config: EngineConfig, phases: Phases) -> Machine:
         decoder = load_decoder(
             folder, model, ops, device, getattr(torch, dtype), config.quantization, progress, limits.max_model_len
         )
-    workspace = workspace_bytes(limits.max_num_seqs + limits.prompt_logits, model.vocab_size)
-    num_pages = _num_pages(config, layout, limits, _free_bytes(device) - workspace)
+    workspace = (limits.max_num_seqs + limits.prompt_logits) * model.vocab_size * 4 * SAMPLING_ARRAYS
+    num_pages = _num_pages(config, layout, limits, device, _free_bytes(device) - workspace)
     with phases.phase("allocate", f"{layout.pool_bytes(num_pages)} bytes of KV cache"):
         kv = KVCache(layout, num_pages, device)
     assert kv.nbytes == layout.pool_bytes(num_pages), (kv.nbytes, layout.pool_bytes(num_pages))
@@ -171,20 +172,27 @@ def _free_bytes(device: torch.device) -> int:
     return available_bytes()
 
 
-def _num_pages(config: EngineConfig, layout: KVLayout, limits: Limits, available: int) -> tuple[int, ...]:
+def _num_pages(
+    config: EngineConfig, layout: KVLayout, limits: Limits, device: torch.device, available: int
+) -> tuple[int, ...]:
     """Pages of each group: as asked for, else by the device's rule. `available` leaves out the widest step."""
-    full = full_batch_pages(layout, limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)
-    full_bytes = layout.pool_bytes(tuple(count + 1 for count in full))
-    if config.kv_cache_memory is None:
-        on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-        budget = available if on_gpu else default_pool_bytes(available, full_bytes)
-        return pages_within(layout, min(budget, full_bytes), full)
-    if config.kv_cache_memory > available:
+    chunk = limits.max_num_batched_tokens
+    full = layout.pool_bytes(pages_for_sequences(layout, limits.max_num_seqs, limits.max_model_len, chunk))
+    by_rule = min(available, full) if device.type == "cuda" else default_pool_bytes(available, full)
+    budget = by_rule if config.kv_cache_memory is None else config.kv_cache_memory
+    if budget > available:
         raise MemoryError(
-            f"a KV cache of {config.kv_cache_memory} bytes does not fit: {max(0, available)} bytes are available "
-            f"beside the weights and the widest step (--kv-cache-memory)"
+            f"a KV cache of {budget} bytes does not fit: {max(0, available)} bytes are available beside the weights "
+            f"and the widest step (--kv-cache-memory)"
         )
-    return pages_within(layout, config.kv_cache_memory, full)
+    counts = pages_in_budget(layout, budget, limits.max_model_len, chunk)
+    if min(counts) <= SCRATCH_PAGES:
+        least = layout.pool_bytes((1 + SCRATCH_PAGES,) * len(counts))
+        raise MemoryError(
+            f"a KV cache of {budget} bytes leaves no page to give out: one page and scratch take {least} bytes "
+            f"(raise --kv-cache-memory or lower --page-size)"
+        )
+    return counts
 
 
 def _within_pool(limits: Limits, layout: KVLayout, num_pages: tuple[int, ...]) -> tuple[Limits, tuple[str, ...]]:

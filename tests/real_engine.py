@@ -1,0 +1,68 @@
+"""A real engine in this process: a tiny checkpoint, the reference operations, page size 4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from model.config import load_config
+from model.decoder import Decoder
+from model.kv_cache import KVCache
+from model.kv_cost import layout_for
+from model.ops.select import ops_for
+from model.weights import load_decoder
+from server.engine.core import Engine
+from server.engine.messages import Row, Submit
+from server.engine.page_tables import PageTables
+from server.engine.runner import Model, ModelRunner
+from server.engine.scheduler import Limits, Scheduler
+from tests.fake_device import info
+
+CPU = torch.device("cpu")
+
+
+@cache
+def decoder_of(folder: Path) -> Decoder:
+    return load_decoder(folder, load_config(folder), ops_for(CPU), CPU, torch.float32)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """pages leaves out the scratch page."""
+
+    pages: int = 400
+    page_size: int = 4
+    budget: int = 256
+    max_num_seqs: int = 32
+    prefix_caching: bool = True
+    overlaps: bool = False
+
+    def engine(self, folder: Path, wrap: Callable[[Decoder], Model] = lambda decoder: decoder) -> Engine:
+        """wrap stands between the runner and the decoder, so that a test can make a forward go wrong."""
+        decoder, config = decoder_of(folder), load_config(folder)
+        layout = layout_for(config, self.page_size, "float32")
+        kv = KVCache(layout, (self.pages + 1,) * len(layout.groups), CPU)
+        for storage in kv.storages:
+            storage.fill_(torch.nan)  # what was never written must not matter
+        tables = PageTables(layout, kv.num_pages, self.budget, self.prefix_caching)
+        length = min(config.max_position_embeddings, tables.capacity())
+        scheduler = Scheduler(
+            Limits(length, self.max_num_seqs, self.budget, prompt_logits=max(1, self.budget // 4)), tables
+        )
+        runner = ModelRunner(wrap(decoder), kv, ops_for(CPU), config.vocab_size, CPU, self.overlaps)
+        return Engine(scheduler, runner, info(length, config.vocab_size))
+
+
+def run(engine: Engine, *submits: Submit) -> list[Row]:
+    """Add all, then step until nothing is left, checking the books at every step."""
+    for submit in submits:
+        engine.add(submit)
+    rows: list[Row] = []
+    while engine.has_work:
+        rows += engine.step().rows
+        engine.check_integrity()
+    return rows

@@ -1,0 +1,141 @@
+"""Promise 1: a request's tokens and log-probabilities are the same bits, whatever happens around it.
+
+Every request of a mixed bag runs once alone and undisturbed; then the whole bag runs under each disturbance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from server.engine.messages import Row, SamplingParams, Submit, TokenLogprob
+from tests.real_engine import Setup, run
+
+Outcome = tuple[tuple[int, ...], tuple[TokenLogprob, ...], tuple[TokenLogprob | None, ...] | None, str | None]
+GREEDY = SamplingParams(12, temperature=0.0, logprobs=3)
+SEEDED = SamplingParams(12, temperature=0.9, seed=11, logprobs=0)
+
+
+def text(length: int, salt: int = 0) -> list[int]:
+    return [(index * index * 3 + index * 7 + salt) % 256 for index in range(length)]
+
+
+BAG = {
+    "one-token": ([9], GREEDY),
+    "a-page": (text(4), GREEDY),
+    "a-page-and-one": (text(5), SEEDED),
+    "same-prompt": (text(5), replace(SEEDED, seed=12)),
+    "equal-twice": (text(21), GREEDY),
+    "equal-again": (text(21), GREEDY),
+    "shared-front": (text(21) + text(30, 5), replace(GREEDY, max_tokens=20)),
+    "over-a-cut": (text(75, 1), replace(GREEDY, logprobs=0)),
+    "seeded-long": (text(70, 1), replace(SEEDED, top_p=0.9, top_k=40)),
+    "choices": (text(10, 2), replace(SEEDED, n=3, max_tokens=9)),
+    "penalised": (
+        text(14, 3),
+        replace(SEEDED, presence_penalty=0.8, frequency_penalty=0.3, repetition_penalty=1.2, min_tokens=5),
+    ),
+    "bad-words": (text(14, 3), replace(SEEDED, bad_words=((65,), (1, 2)), min_p=0.01, n=2)),
+    "biased": (text(8), replace(GREEDY, logit_bias=((65, 4.0), (66, -9.0)), max_tokens=15)),
+    "prompt-scores": (text(40, 4), replace(GREEDY, prompt_logprobs=2, max_tokens=6)),
+    "prompt-scores-again": (text(40, 4), replace(GREEDY, prompt_logprobs=2, max_tokens=1)),
+}
+SUBMITS = {name: Submit(name, Submit.pack(prompt), params) for name, (prompt, params) in BAG.items()}
+
+
+def outcomes(rows: list[Row]) -> dict[tuple[str, int], Outcome]:
+    found: dict[tuple[str, int], Outcome] = {}
+    for row in rows:
+        tokens, logprobs, scored, _ = found.get((row.id, row.choice), ((), (), None, None))
+        found[row.id, row.choice] = (
+            tokens + row.tokens, logprobs + row.logprobs, scored or row.prompt_logprobs, row.finish,
+        )  # fmt: skip
+    return found
+
+
+@cache
+def undisturbed(folder: Path) -> dict[tuple[str, int], Outcome]:
+    found: dict[tuple[str, int], Outcome] = {}
+    for submit in SUBMITS.values():
+        for choice in range(submit.params.n):
+            rows = run(Setup(prefix_caching=False).engine(folder), submit)
+            found |= {(submit.id, choice): outcomes(rows)[submit.id, choice]}
+    return found
+
+
+DISTURBANCES = {
+    "in one batch": Setup(prefix_caching=False),
+    "two at a time": Setup(max_num_seqs=2),
+    "chunks of 32": Setup(budget=32),
+    "chunks that never end on a page": Setup(budget=33, max_num_seqs=3),
+    "chunks of 5": Setup(budget=5, max_num_seqs=4, prefix_caching=False),
+    "token by token": Setup(budget=1, max_num_seqs=1),
+    "pages of 16": Setup(page_size=16, pages=100),
+    "preempted": Setup(pages=34),
+    "preempted, no cache": Setup(pages=34, prefix_caching=False, budget=40),
+    "a device that answers late": Setup(overlaps=True),
+    "late and preempted": Setup(overlaps=True, pages=34, budget=48),
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("name", DISTURBANCES)
+def test_same_bits(tiny_model: Callable[..., Path], kind: str, name: str) -> None:
+    folder, setup = tiny_model(kind), DISTURBANCES[name]
+    engine = setup.engine(folder)
+    assert outcomes(run(engine, *SUBMITS.values())) == undisturbed(folder)
+    if "preempted" in name:
+        assert engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_same_bits_from_a_warm_cache(tiny_model: Callable[..., Path], kind: str) -> None:
+    folder = tiny_model(kind)
+    engine = Setup().engine(folder)
+    run(engine, *SUBMITS.values())
+    hits = engine.scheduler.prefix_hits
+    assert outcomes(run(engine, *reversed(SUBMITS.values()))) == undisturbed(folder)
+    assert engine.scheduler.prefix_hits > hits + 200
+
+
+@pytest.mark.parametrize("budget", range(1, 30))
+def test_chunks_at_every_boundary(tiny_model: Callable[..., Path], budget: int) -> None:
+    folder = tiny_model("llama")
+    names = ("shared-front", "prompt-scores", "seeded-long")
+    rows = run(Setup(budget=budget, max_num_seqs=1).engine(folder), *(SUBMITS[name] for name in names))
+    assert outcomes(rows) == {key: value for key, value in undisturbed(folder).items() if key[0] in names}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_same_bits_with_any_number_of_threads(tiny_model: Callable[..., Path], threads: int) -> None:
+    folder, before = tiny_model("llama"), torch.get_num_threads()
+    wanted = undisturbed(folder)
+    torch.set_num_threads(threads)
+    try:
+        assert outcomes(run(Setup().engine(folder), *SUBMITS.values())) == wanted
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_scores_do_not_depend_on_what_ran_before(tiny_model: Callable[..., Path]) -> None:
+    """vLLM 42245: prompt logprobs of cached positions were whatever the buffer held."""
+    folder = tiny_model("llama")
+    first = Submit("first", Submit.pack(text(30)), SamplingParams(1, temperature=0.0, prompt_logprobs=1))
+    second = Submit("second", Submit.pack(text(25) + [1, 2]), SamplingParams(1, temperature=0.0, prompt_logprobs=1))
+    alone = outcomes(run(Setup().engine(folder), first)) | outcomes(run(Setup().engine(folder), second))
+    engine = Setup().engine(folder)
+    for order in ((first, second), (second, first), (first,), (second, second)):
+        for submit in order:
+            assert outcomes(run(engine, submit))[submit.id, 0] == alone[submit.id, 0]
+
+
+def test_the_bag_tells_runs_apart(tiny_model: Callable[..., Path]) -> None:
+    """The matrix would be worth little if all outputs were alike."""
+    found = undisturbed(tiny_model("llama"))
+    assert len({outcome[0] for outcome in found.values()}) >= len(found) - 2
+    assert all(len(set(outcome[0])) > 3 for key, outcome in found.items() if len(outcome[0]) > 6)
