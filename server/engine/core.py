@@ -131,6 +131,8 @@ class Engine:
         sequence, request = row.sequence, row.sequence.request
         if result.error is not None and not sequence.finished:
             self._end_request(request, "error", result.error)
+        if not result.finite and not sequence.finished:
+            self._fail_nan(request)
         if not sequence.finished:
             self.tables.register(sequence, row.end)
             self._take_prompt(row, result)

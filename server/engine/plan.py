@@ -48,12 +48,16 @@ class SampledToken:
 
 @dataclass(slots=True)
 class RowResult:
-    """What a plan row brought: tokens for row.samples in order, or an error that ends the request."""
+    """What a plan row brought: tokens for row.samples in order, or an error that ends the request.
+
+    finite is False where a prompt that samples nothing ended in NaN or infinity.
+    """
 
     tokens: list[SampledToken] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of tokens start + 1 .. of the prompt
     embedding: tuple[float, ...] | None = None
     error: str | None = None
+    finite: bool = True
 
 
 class Pending(Protocol):

@@ -44,6 +44,7 @@ class Part:
     sampled: Sampled | None = None
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # by index in rows
     embeddings: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    broken: list[int] = field(default_factory=list)  # rows whose prompt samples nothing and ended in NaN
     error: str | None = None
 
     def results(self) -> list[RowResult]:
@@ -55,6 +56,7 @@ class Part:
                 tokens=[next(tokens) for _ in row.samples],
                 prompt_logprobs=self.prompt_logprobs.get(index, []),
                 embedding=self.embeddings.get(index),
+                finite=index not in self.broken,
             )
             for index, row in enumerate(self.rows)
         ]
@@ -130,9 +132,16 @@ class ModelRunner:
             request = row.sequence.request
             if targets := scored_tokens(row):
                 part.prompt_logprobs[index] = self._score(own[: len(targets)], targets, request.params.prompt_logprobs)
-            if request.kind == "embed" and row.end == request.prompt_len:
-                part.embeddings[index] = tuple(normalize(own[-1].float(), dim=0).tolist())
+            if not request.generates and row.end == request.prompt_len:
+                self._end_unsampled(part, index, own[-1].float())
         return part
+
+    def _end_unsampled(self, part: Part, index: int, last: Tensor) -> None:
+        """An embedding is the state of the last token [D], scaled to length one."""
+        if not last.isfinite().all():
+            part.broken.append(index)
+        elif part.rows[index].sequence.request.kind == "embed":
+            part.embeddings[index] = tuple(normalize(last, dim=0).tolist())
 
     def _to_device(self, packed: PackedRows, rows: list[PlanRow]) -> Batch:
         def tensor(values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:

@@ -1,0 +1,331 @@
+"""The engine under random traffic with faults, its books checked at every step; and what a fault may touch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from model.batch import Batch
+from model.decoder import Decoder
+from model.kv_cache import KVCache
+from server.engine.messages import Abort, GrammarSpec, Query, Row, SamplingParams, Submit
+from server.engine.plan import PlanRow
+from tests.fake_device import FULL, VOCAB, Rig, expected, finishes, outputs, rig, windowed
+from tests.real_engine import Setup, run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- random traffic ---------------------------------------------------------------------------------------
+
+PROMPTS = st.builds(
+    lambda shared, own: [(i * 7) % VOCAB for i in range(shared)] + own,
+    st.integers(0, 20),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),
+)
+PARAMS = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(0, 20),
+        "n": st.integers(1, 3),
+        "seed": st.integers(0, 3),
+        "stop_token_ids": st.sampled_from([(), (3,), tuple(range(0, VOCAB, 9))]),
+        "presence_penalty": st.sampled_from([0.0, 1.0]),
+        "tenant": st.sampled_from(["", "a", "b"]),
+        "priority": st.integers(0, 2),
+        "cache_salt": st.sampled_from(["", "x"]),
+    }
+)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Submit, abort, step and fail in any order, on pools that are too small for what is asked of them."""
+
+    @initialize(
+        pages=st.integers(6, 24),
+        groups=st.sampled_from([(FULL,), (FULL, windowed(6)), (windowed(5),)]),
+        budget=st.integers(1, 24),
+        max_num_seqs=st.integers(1, 6),
+        prefix_caching=st.booleans(),
+        overlaps=st.booleans(),
+    )
+    def start(self, **setup: object) -> None:
+        self.rig: Rig = rig(**setup)  # type: ignore[arg-type]
+        self.rig.device.fault = self.fault
+        self.sent: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.rows: list[Row] = []
+        self.broken: dict[str, str] = {}
+        self.billed = 0
+
+    def fault(self, row: PlanRow) -> str | None:
+        return self.broken.get(row.sequence.request.id)
+
+    @rule(prompt=PROMPTS, fields=PARAMS)
+    def submit(self, prompt: list[int], fields: dict[str, object]) -> None:
+        name = f"r{len(self.sent)}"
+        self.sent[name] = prompt, self.rig.submit(name, prompt, **dict(fields))
+
+    @precondition(lambda self: self.sent)
+    @rule(which=st.integers(0, 1000), also=st.integers(0, 1000))
+    def abort(self, which: int, also: int) -> None:
+        names = list(self.sent)
+        self.rig.engine.abort(Abort((names[which % len(names)], names[also % len(names)])))
+
+    @precondition(lambda self: self.sent)
+    @rule(which=st.integers(0, 1000), kind=st.sampled_from(["nan", "out of memory"]))
+    def break_one(self, which: int, kind: str) -> None:
+        self.broken[list(self.sent)[which % len(self.sent)]] = kind
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.rows += self.rig.step().rows
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.engine.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rows += self.rig.run()
+        self.everyone_got_an_end()
+        self.everyone_got_their_own_tokens()
+        self.nothing_is_left()
+
+    def everyone_got_an_end(self) -> None:
+        ends = finishes(self.rows)
+        for name, (_, params) in self.sent.items():
+            refused = ends.get((name, 0)) == "error" and (name, 1) not in ends
+            assert refused or all((name, choice) in ends for choice in range(params.n)), name
+        last = {(row.id, row.choice): index for index, row in enumerate(self.rows)}
+        assert all(self.rows[index].finish for index in last.values()), "a row came after the end"
+
+    def everyone_got_their_own_tokens(self) -> None:
+        limit, ends = self.rig.engine.scheduler.limits.max_model_len, finishes(self.rows)
+        for (name, choice), tokens in outputs(self.rows).items():
+            prompt, params = self.sent[name]
+            if len(prompt) + (params.max_tokens > 0) > limit:
+                assert ends[name, choice] == "error"
+                continue
+            whole = expected(prompt, params, choice, limit) if params.max_tokens else []
+            assert tokens == whole[: len(tokens)], name
+            assert ends[name, choice] in ("abort", "error") or tokens == whole
+
+    def nothing_is_left(self) -> None:
+        pools = self.rig.engine.tables.pools
+        assert not any(pool.num_active for pool in pools)
+        assert not self.rig.engine.scheduler.running and not self.rig.engine.scheduler.waiting
+        paid = sum(row.usage.kv_byte_ns for row in self.rows if row.usage)
+        assert paid == sum(pool.page_bytes * pool.ledger.active_ns for pool in pools)
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_of_traffic() -> None:
+    class Long(Traffic):
+        pass
+
+    Long.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+    Long.TestCase("runTest").runTest()
+
+
+# ---- a fault stays where it happened ----------------------------------------------------------------------
+
+
+def test_nan_ends_that_request_and_its_pages_are_not_reused() -> None:
+    """omlx 3777: NaN logits became token 0 with status 200."""
+    engine = rig()
+    engine.device.fault = lambda row: "nan" if row.sequence.request.id == "bad" else None
+    prompt = [1] * 9
+    engine.submit("bad", prompt, n=2)
+    good = engine.submit("good", [2] * 9)
+    rows = engine.run()
+    assert finishes(rows) == {("bad", 0): "error", ("bad", 1): "error", ("good", 0): "length"}
+    assert "NaN" in str(next(row.error for row in rows if row.id == "bad"))
+    assert outputs(rows)[("good", 0)] == expected([2] * 9, good)
+    assert outputs(rows)[("bad", 0)] == []
+    assert engine.engine.step().stats.nan_rows == 1
+    engine.submit("again", prompt, max_tokens=1)
+    assert engine.run()[0].cached_tokens == 0
+
+
+def test_a_failed_row_ends_its_request_alone() -> None:
+    engine = rig()
+    engine.device.fault = lambda row: "out of memory" if row.sequence.request.id == "big" and row.end > 9 else None
+    engine.submit("big", [1] * 9, n=2, max_tokens=5)
+    small = engine.submit("small", [2] * 9)
+    rows = engine.run()
+    assert {row.id: row.error for row in rows if row.error} == {"big": "out of memory"}
+    assert outputs(rows)[("small", 0)] == expected([2] * 9, small)
+    assert len(outputs(rows)[("big", 0)]) == len(outputs(rows)[("big", 1)]) == 1
+
+
+class Narrow:
+    """A decoder with memory for so many tokens at a time."""
+
+    def __init__(self, decoder: Decoder, most: int) -> None:
+        self.decoder, self.most = decoder, most
+        self.widths: list[int] = []
+
+    def hidden(self, batch: Batch, kv: KVCache) -> Tensor:
+        self.widths.append(len(batch.token_ids))
+        if len(batch.token_ids) > self.most:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ...")
+        return self.decoder.hidden(batch, kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
+
+
+def submits(*lengths: int, **fields: object) -> list[Submit]:
+    params = SamplingParams(**{"max_tokens": 5, "temperature": 0.0, "logprobs": 1, **fields})  # type: ignore[arg-type]
+    return [Submit(f"r{length}", Submit.pack([length] * length), params) for length in lengths]
+
+
+def test_a_step_that_lacks_memory_is_rerun_by_halves(tiny_model: Callable[..., Path]) -> None:
+    plenty = run(Setup().engine(tiny_model()), *submits(3, 4, 5, 6))
+    narrow: list[Narrow] = []
+    engine = Setup().engine(tiny_model(), lambda decoder: narrow.append(Narrow(decoder, 7)) or narrow[0])  # type: ignore[func-returns-value]
+    rows = run(engine, *submits(3, 4, 5, 6))
+    assert narrow[0].widths[:6] == [18, 7, 11, 5, 6, 4]
+    assert [(row.id, row.tokens, row.logprobs) for row in rows] == [(r.id, r.tokens, r.logprobs) for r in plenty]
+
+
+def test_who_lacks_memory_alone_is_told_and_the_rest_go_on(tiny_model: Callable[..., Path]) -> None:
+    engine = Setup().engine(tiny_model(), lambda decoder: Narrow(decoder, 8))
+    rows = run(engine, *submits(3, 20, 5))
+    assert finishes(rows) == {("r3", 0): "length", ("r20", 0): "error", ("r5", 0): "length"}
+    assert "out of memory while computing 20 tokens" in str(next(row.error for row in rows if row.error))
+    alone = run(Setup().engine(tiny_model()), *submits(3))
+    assert outputs(rows)[("r3", 0)] == outputs(alone)[("r3", 0)]
+
+
+class Poisoned:
+    """A decoder whose states turn to NaN wherever a token id occurs."""
+
+    def __init__(self, decoder: Decoder, token: int) -> None:
+        self.decoder, self.token = decoder, token
+
+    def hidden(self, batch: Batch, kv: KVCache) -> Tensor:
+        hidden = self.decoder.hidden(batch, kv)
+        hidden[batch.token_ids == self.token] = torch.nan
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
+
+
+UNSAMPLED = {"max_tokens": 0}
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0}, {"prompt_logprobs": 0}, UNSAMPLED])
+def test_nan_from_the_model_never_becomes_a_token(tiny_model: Callable[..., Path], fields: dict[str, object]) -> None:
+    bad, good = submits(20, 5, **fields)
+    rows = run(Setup().engine(tiny_model(), lambda decoder: Poisoned(decoder, 20)), bad, good)
+    assert finishes(rows) == {("r20", 0): "error", ("r5", 0): "length"}
+    assert outputs(rows)[("r20", 0)] == []
+    assert outputs(rows)[("r5", 0)] == outputs(run(Setup().engine(tiny_model()), good))[("r5", 0)]
+
+
+def test_nan_never_becomes_an_embedding_and_its_pages_are_forgotten(tiny_model: Callable[..., Path]) -> None:
+    engine = Setup().engine(tiny_model(), lambda decoder: Poisoned(decoder, 20))
+    prompt = Submit.pack([20] * 9)
+    (row,) = run(engine, Submit("e", prompt, SamplingParams(1), kind="embed"))
+    assert row.finish == "error" and row.embedding is None
+    assert engine.tables.pools[0].num_cached == 0
+
+
+def test_other_errors_of_the_model_are_not_swallowed(tiny_model: Callable[..., Path]) -> None:
+    class Broken(Narrow):
+        def hidden(self, batch: Batch, kv: KVCache) -> Tensor:
+            raise RuntimeError("shape mismatch")
+
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        run(Setup().engine(tiny_model(), lambda decoder: Broken(decoder, 1)), *submits(3))
+
+
+# ---- what is reported -------------------------------------------------------------------------------------
+
+
+def test_embeddings_have_length_one_whatever_the_chunks_and_leave_their_pages(tiny_model: Callable[..., Path]) -> None:
+    prompt = Submit.pack(list(range(30)))
+    found = []
+    for budget in (256, 7):
+        engine = Setup(budget=budget).engine(tiny_model())
+        (row,) = run(engine, Submit("e", prompt, SamplingParams(1), kind="embed"))
+        assert row.finish == "length" and row.tokens == () and row.embedding is not None
+        found.append(row.embedding)
+        (row,) = run(engine, Submit("e2", prompt, SamplingParams(1), kind="embed"))
+        assert row.cached_tokens == 0 and row.embedding == found[0]
+        assert run(engine, Submit("g", prompt, SamplingParams(1)))[0].cached_tokens == 28
+    assert found[0] == found[1] and sum(x * x for x in found[0]) == pytest.approx(1, abs=1e-5)
+
+
+def test_max_tokens_0_scores_the_prompt_and_ends(tiny_model: Callable[..., Path]) -> None:
+    params = SamplingParams(0, prompt_logprobs=1, n=2)
+    rows = run(Setup(budget=16).engine(tiny_model()), Submit("s", Submit.pack(list(range(20))), params))
+    assert [(row.choice, row.tokens, row.finish) for row in rows] == [(0, (), "length"), (1, (), "length")]
+    scored = rows[0].prompt_logprobs
+    assert scored is not None and scored[0] is None
+    assert [one.token for one in scored[1:] if one] == list(range(1, 20))
+
+
+def test_the_last_row_tells_cost_and_times() -> None:
+    engine = rig()
+    engine.submit("a", [1] * 9, n=2, max_tokens=4)
+    rows = engine.run()
+    first, last = rows[0], rows[-1]
+    assert (first.cached_tokens, first.usage, first.times) == (0, None, None)
+    assert last.cached_tokens is None and last.usage is not None and last.times is not None
+    assert last.usage.peak_pages == 3 and last.usage.kv_peak_bytes == 3 * engine.engine.tables.pools[0].page_bytes
+    assert (last.times.queue, last.times.prefill, last.times.decode) == (7e-9, 0, 21e-9)
+
+
+def test_stats_tell_pages_and_slots_of_live_requests() -> None:
+    engine = rig()
+    engine.submit("a", [1] * 6, n=2, max_tokens=4)
+    engine.submit("b", [2] * 3, max_tokens=4)
+    stats = engine.step().stats
+    assert (stats.running, stats.waiting, stats.step_tokens, stats.steps) == (3, 0, 9, 1)
+    assert (stats.pages_active, stats.slots_allocated, stats.slots_used) == (3, 12, 9)
+    stats = engine.step().stats
+    assert (stats.pages_active, stats.slots_allocated, stats.slots_used) == (4, 16, 4 + 3 + 3 + 4)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (9, 6)
+    assert stats.rss_bytes > 1 << 20
+
+
+def test_queries_show_pools_requests_and_pages() -> None:
+    engine = rig()
+    engine.submit("a", [1] * 6, max_tokens=4, tenant="t")
+    engine.step()
+    answers = {kind: engine.engine.query(Query(1, kind)).value for kind in ("kv_summary", "kv_requests", "kv_pages")}
+    summary, requests, pages = (answers[kind] for kind in ("kv_summary", "kv_requests", "kv_pages"))
+    assert isinstance(summary, dict) and isinstance(requests, dict) and isinstance(pages, dict)
+    assert (summary["groups"][0]["active"], summary["slots_used"]) == (2, 6)
+    (one,) = requests["requests"]
+    assert (one["id"], one["tenant"], one["state"], one["computed_tokens"]) == ("a", "t", "running", 6)
+    assert [pages["groups"][0]["references"][page] for page in one["pages"][0]] == [1, 1]
+
+
+def test_a_grammar_is_refused_rather_than_ignored() -> None:
+    engine = rig()
+    engine.engine.add(Submit("g", Submit.pack([1]), SamplingParams(3), grammar=GrammarSpec("regex", "a+")))
+    (row,) = engine.run()
+    assert row.finish == "error" and "structured output" in str(row.error)
