@@ -53,7 +53,9 @@ class FakeDevice:
             held = {(a, b, i): slots.get(a * page + i) for a, b in copies for i in range(page)}
             slots.update({b * page + i: value for (_, b, i), value in held.items() if value is not None})
         faults = [self.fault(row) for row in plan.rows]
-        states = [self._write(row) if fault in (None, "nan") else 0 for row, fault in zip(plan.rows, faults, strict=True)]
+        states = [
+            self._write(row) if fault in (None, "nan") else 0 for row, fault in zip(plan.rows, faults, strict=True)
+        ]
         self._on_device = {}
         return LateStep([self._result(*item) for item in zip(plan.rows, states, faults, strict=True)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 LOGITS = torch.tensor([0.0, 3.0, 2.9, 1.0, -1.0, 0.5, 0.4, 0.3, 0.2, 0.1, 2.8, -5.0])
 
 
-def sequence(prompt: list[int] = [3], output: list[int] = [], choice: int = 0, **fields: object) -> Sequence:  # noqa: B006
+def sequence(prompt: list[int] = [3], output: list[int] = [], choice: int = 0, **fields: Any) -> Sequence:  # noqa: B006
     params = SamplingParams(max_tokens=100, n=choice + 1, **{"temperature": 0.0, **fields})  # type: ignore[arg-type]
     found = Request.from_submit(Submit("id", Submit.pack(prompt), params), 0).sequences[choice]
     for token in output:
@@ -72,7 +73,7 @@ def test_a_row_without_wishes_has_no_sparse_parts() -> None:
         ({"repetition_penalty": 0.5}, [10], 10),
     ],
 )
-def test_parameters_move_the_choice(fields: dict[str, object], output: list[int], token: int) -> None:
+def test_parameters_move_the_choice(fields: dict[str, Any], output: list[int], token: int) -> None:
     assert sample(sequence(output=output, **fields)) == [token]
 
 
@@ -107,7 +108,7 @@ def test_rows_do_not_meet() -> None:
 
 
 def test_the_random_number_is_of_seed_choice_and_index_alone() -> None:
-    def draws(**fields: object) -> list[int]:
+    def draws(**fields: Any) -> list[int]:
         return [sample(sequence(temperature=3.0, output=[0] * index, **fields))[0] for index in range(20)]
 
     assert draws(seed=1) == draws(seed=1)

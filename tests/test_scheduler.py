@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.engine.messages import Abort
+from server.engine.messages import Abort, Row
 from tests.fake_device import EOS, FULL, VOCAB, Rig, expected, finishes, outputs, rig, windowed
 
 
@@ -126,6 +126,13 @@ def test_a_prompt_over_the_pool_is_refused_with_the_numbers_and_blocks_nobody() 
     assert refused.finish == "error" and "32" in str(refused.error) and "max_model_len" in str(refused.error)
     assert finishes(rows)[("fits", 0)] == "length" and len(outputs(rows)[("fits", 0)]) == 1
     assert finishes(rows)[("small", 0)] == "length"
+
+
+def test_a_prompt_that_fills_the_pool_is_scored_if_nothing_is_generated() -> None:
+    engine = rig(pages=8)
+    engine.submit("fills", prompt_of(32), max_tokens=0)
+    engine.submit("over", prompt_of(33), max_tokens=0)
+    assert finishes(engine.run()) == {("fills", 0): "length", ("over", 0): "error"}
 
 
 @pytest.mark.parametrize(
@@ -344,7 +351,7 @@ def test_aborts_at_any_time_leave_nothing_behind() -> None:
         names = [f"{turn}.{index}" for index in range(16)]
         for index, name in enumerate(names):
             engine.submit(name, prompt_of(5 + index), n=1 + index % 3, max_tokens=30)
-        ended = {}
+        ended: dict[tuple[str, int], str] = {}
         for index in range(0, 14, 2):
             ended |= finishes(list(engine.step().rows))
             engine.engine.abort(Abort((names[index], names[index + 1], "unknown")))
@@ -373,7 +380,7 @@ def test_many_streams_get_their_own_tokens_in_order() -> None:
 def test_a_windowed_group_gives_back_what_nobody_sees() -> None:
     engine = rig(pages=(40, 7), groups=(FULL, windowed(5)), budget=8)
     params = engine.submit("a", prompt_of(60), max_tokens=40)
-    most, rows = 0, []
+    most, rows = 0, list[Row]()
     while engine.engine.has_work:
         rows += engine.step().rows
         most = max(most, engine.engine.tables.pools[1].num_active)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,8 @@ from server.engine.messages import (
     StepOutput,
     Submit,
 )
-from server.engine.worker import run
+from server.engine.startup import build_engine
+from server.engine.worker import explain, run
 
 SPAWN = multiprocessing.get_context("spawn")
 LIMIT = 60.0
@@ -214,44 +216,50 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (lambda folder: (folder / "config.json").unlink(), "config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 100), "model.safetensors"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
-    ],
-)
+BROKEN: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 100), "model.safetensors"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
+]
+
+
+@pytest.mark.parametrize(("damage", "says"), BROKEN)
 def test_a_broken_folder_is_one_clear_line(
-    start: Callable[..., Worker], config: EngineConfig, tmp_path: Path, damage: Callable[[Path], None], says: str
+    config: EngineConfig, tmp_path: Path, damage: Callable[[Path], object], says: str
 ) -> None:
-    folder = tmp_path / "broken"
-    folder.mkdir()
     for file in Path(config.model).iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    damage(folder)
-    worker = start(model=str(folder))
-    crash = crash_of(worker)
-    assert says in crash.text and "\n" not in crash.text
-    assert worker.exit_code() == 1
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    damage(tmp_path)
+    assert says in line_about(replace(config, model=str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"kv_cache_memory": 1 << 60}, "--kv-cache-memory"),
-        ({"kv_cache_memory": 100}, "--kv-cache-memory"),
-        ({"max_model_len": 1 << 20}, "--max-model-len"),
-        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens"),
-    ],
-)
-def test_settings_that_cannot_work_are_one_clear_line(
-    start: Callable[..., Worker], changes: dict[str, object], says: str
-) -> None:
-    worker = start(**changes)
-    crash = crash_of(worker)
-    assert says in crash.text and "\n" not in crash.text
+UNWORKABLE: list[tuple[dict[str, Any], str]] = [
+    ({"kv_cache_memory": 1 << 60}, "--kv-cache-memory"),
+    ({"kv_cache_memory": 100}, "--kv-cache-memory"),
+    ({"max_model_len": 1 << 20}, "--max-model-len"),
+    ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens"),
+    ({"dtype": "int3"}, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), UNWORKABLE)
+def test_settings_that_cannot_work_are_one_clear_line(config: EngineConfig, changes: dict[str, Any], says: str) -> None:
+    assert says in line_about(replace(config, **changes))
+
+
+def line_about(config: EngineConfig) -> str:
+    """What the operator reads when this configuration does not start."""
+    with pytest.raises((ValueError, OSError, MemoryError)) as caught:
+        build_engine(config)
+    line = explain(caught.value)
+    assert "\n" not in line and "the engine failed" not in line
+    return line
+
+
+def test_a_load_error_crosses_the_pipe_and_the_exit_code_tells(start: Callable[..., Worker], tmp_path: Path) -> None:
+    worker = start(model=str(tmp_path / "nowhere"))
+    assert "nowhere" in crash_of(worker).text
     assert worker.exit_code() == 1
 
 
@@ -272,11 +280,10 @@ def test_an_engine_fault_is_told_with_its_traceback(start: Callable[..., Worker]
     assert worker.exit_code() == 1
 
 
-def test_a_small_pool_lowers_the_length_and_says_so(start: Callable[..., Worker]) -> None:
-    worker = start(kv_cache_memory=64 << 10)
-    info = worker.ready().info
-    assert info.max_model_len < 512
-    assert any(str(info.max_model_len) in warning for warning in info.warnings)
-    worker.submit("too-long", b"x" * info.max_model_len)
-    row = worker.rows_until_finished("too-long")[-1]
-    assert row.finish == "error" and str(info.max_model_len) in str(row.error)
+def test_a_small_pool_lowers_the_length_and_says_so(config: EngineConfig) -> None:
+    engine = build_engine(replace(config, kv_cache_memory=64 << 10))
+    limit = engine.info.max_model_len
+    assert limit < 512 and any(str(limit) in warning for warning in engine.info.warnings)
+    engine.add(Submit("too-long", Submit.pack([1] * limit), SamplingParams(1)))
+    (row,) = engine.step().rows
+    assert row.finish == "error" and str(limit) in str(row.error)

@@ -61,7 +61,9 @@ class PageTables:
 
     def _still_needed(self, sequence: Sequence, group: int) -> int:
         start = len(sequence.pages[group])
-        return self._missing_pages(group, sequence.num_tokens + 1, start, start - sequence.first_live[group])
+        return self._missing_pages(
+            group, sequence.num_tokens + sequence.request.generates, start, start - sequence.first_live[group]
+        )
 
     def _first_seen(self, group: int, position: int) -> int:
         """First page that a query at `position` can see."""
@@ -125,7 +127,7 @@ class PageTables:
         found = [self._found(sequence, group, hits) for group in range(len(self.pools))]
         for group, pool in enumerate(self.pools):
             live = [page for page in found[group] if page]
-            need = self._missing_pages(group, sequence.num_tokens + 1, hits, len(live)) + spare
+            need = self._missing_pages(group, sequence.num_tokens + sequence.request.generates, hits, len(live)) + spare
             from_cache = sum(1 for page in live if pool.is_cached(page))
             if pool.available - from_cache - outstanding[group] < need:
                 return False
