@@ -50,7 +50,9 @@ class ChatTemplate:
         self._control = control
         self._special_tokens = special_tokens
 
-    def render(self, messages: list[dict[str, Any]], *, continue_final: bool = False, **kwargs: Any) -> tuple[str, str]:
+    def render(
+        self, messages: list[dict[str, Any]], variables: dict[str, Any], continue_final: bool = False
+    ) -> tuple[str, str]:
         """The prompt text and the marker that shields the user's words in it (roles come from a fixed list).
 
         continue_final: end the text right after the content of the last message, so that the model goes on with it.
@@ -59,17 +61,18 @@ class ChatTemplate:
         shielded = [self._control.shield(item, marker) | {"role": item["role"]} for item in messages]
         if continue_final:
             shielded[-1]["content"] += end
-        text = self._generate(messages=shielded, **self._control.shield(kwargs, marker), **self._special_tokens)
+        shielded_variables = self._control.shield(variables, marker)
+        text = self._generate(shielded_variables | self._special_tokens | {"messages": shielded})
         if continue_final:
             text, found, _ = text.partition(end)
             if not found:
                 raise TemplateRefusedError("the chat template does not show the last message: it cannot be continued")
         return text, marker
 
-    def _generate(self, **names: Any) -> str:
+    def _generate(self, names: dict[str, Any]) -> str:
         parts, length = [], 0
         try:
-            for part in self._template.generate(**names):
+            for part in self._template.generate(names):
                 parts.append(part)
                 length += len(part)
                 if length > MAX_CHARACTERS:

@@ -42,7 +42,7 @@ from server.engine.messages import (
 )
 
 EngineMain = Callable[[Connection, EngineConfig], None]
-MAX_UNREAD_ROWS = 20_000
+MAX_UNREAD_ROWS = 4096
 """Rows a stream may hold for a reader that does not come: far above any pause that a network makes."""
 CHILD_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 """Bounded spinning between parallel regions: neither OpenMP's default (burns cores) nor passive (slow to wake)."""
@@ -283,7 +283,8 @@ class EngineClient:
                 self._deliver(message)
             case Ready(info):
                 self.info = info
-                self._ready.set_result(info)
+                if not self._ready.done():
+                    self._ready.set_result(info)
             case Progress():
                 self.on_progress(message)
             case Answer():
@@ -338,8 +339,10 @@ class EngineClient:
                 self._pipe.send(message)
 
     async def close(self, seconds: float = 2.0) -> None:
-        """End the engine process: asked, then killed. Returns when it is gone."""
+        """End the engine process: asked (unless it still loads and would not hear), then killed."""
         self._closing = True
+        if self.info is None:
+            seconds = 0.0
         if self._process is not None:
             self._outbox.put(Shutdown())
             self._outbox.put(None)

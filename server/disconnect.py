@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -17,6 +17,10 @@ from starlette.types import Receive, Scope, Send
 from server.errors import ApiError
 
 T = TypeVar("T")
+
+
+class SlowReaderError(Exception):
+    """The client does not take what is written."""
 
 
 async def until_disconnect(receive: Receive) -> None:
@@ -40,19 +44,23 @@ class EventStream(Response):
     """Server-sent events from an iterator of whole events.
 
     The status line waits for the first event: a request that fails before it gets a plain error. Later errors become
-    an error event. A write that does not go through within write_timeout seconds ends the stream and the connection.
+    an error event. When a write does not go through within write_timeout seconds, on_slow is told and the response is
+    left unfinished, on which the server closes the connection.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], write_timeout: float) -> None:
+    def __init__(self, events: AsyncIterator[str], write_timeout: float, on_slow: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._write_timeout = write_timeout
+        self._write_timeout, self._on_slow = write_timeout, on_slow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_disconnected(receive, self._write_all(scope, receive, send))
+        try:
+            await unless_disconnected(receive, self._write_all(scope, receive, send))
+        except SlowReaderError:
+            return
 
     async def _write_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._guarded()) as events:  # type: ignore[type-var]
@@ -82,8 +90,12 @@ class EventStream(Response):
         yield "data: [DONE]\n\n"
 
     async def _write(self, send: Send, event: str) -> None:
-        async with asyncio.timeout(self._write_timeout):
-            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        except TimeoutError:
+            self._on_slow()
+            raise SlowReaderError from None
 
 
 def event_text(value: dict[str, Any]) -> str:

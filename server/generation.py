@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
+from server.client import EngineClient, EngineDeadError, QueueFullError, Stream, StreamCutError
 from server.engine.messages import Row, SamplingParams, Submit, TokenLogprob
 from server.errors import ApiError
 from server.metrics import Metrics, RequestClock
-from server.text import TextStream, decode
+from server.text import TextStream
 from server.token_bytes import TokenBytes
 
 
@@ -136,6 +136,7 @@ class Generation:
         self.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self.warnings: list[str] = []
         self._cached: dict[str, int] = {}
+        self._stream: Stream | None = None
         self.submits = [
             Submit(f"{request_id}-{index}", Submit.pack(prompt.tokens), own, priority=priority, cache_salt=cache_salt)
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
@@ -163,6 +164,7 @@ class Generation:
         """Submit and follow to the end; ApiError when there is no answer. Closing the iterator aborts."""
         try:
             async with client.stream(self.submits, timeout, queue_timeout) as stream:
+                self._stream = stream
                 async for rows in stream:
                     yield self._take(rows)
                     if all(choice.finish for choice in self.choices.values()):
@@ -180,6 +182,11 @@ class Generation:
         finally:
             for choice in self.choices.values():
                 choice.leave()
+
+    def cut_off(self, client: EngineClient) -> None:
+        """End the request because nobody reads its stream."""
+        if self._stream is not None:
+            client.abort(self._stream, "slow_reader")
 
     def _take(self, rows: list[Row]) -> list[Delta]:
         deltas: dict[int, Delta] = {}
@@ -203,7 +210,6 @@ def refusal_of(cut: StreamCutError) -> ApiError:
     return ApiError(503, text, code=cut.reason, headers={"Retry-After": "1"})
 
 
-def prompt_text(vocabulary: TokenBytes, tokens: list[int], text: str | None = None) -> PromptText:
+def prompt_text(vocabulary: TokenBytes, tokens: list[int], text: str) -> PromptText:
     """A completion's prompt: the reply goes on from its text, if it has any."""
-    shown = decode(vocabulary, tokens) if text is None else text
-    return PromptText(tokens, shown, at_start=all(token in vocabulary.special for token in tokens))
+    return PromptText(tokens, text, at_start=all(token in vocabulary.special for token in tokens))

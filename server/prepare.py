@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,6 +55,7 @@ async def follow(receiver: Connection, on_progress: Callable[[Progress], None]) 
 
 def prepare_aside(sender: Connection, model: str | None) -> None:
     """Entry of the preparing process. Its one line of refusal goes to the parent, which prints it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         sender.send(canonical_folder(sender, model))
     except Exception as error:

@@ -15,6 +15,7 @@ from typing import Any
 from server.disconnect import event_text
 from server.generation import Delta, Generation
 from server.logprobs import chat_logprobs, completion_logprobs
+from server.schemas import UsageWanted
 from server.token_bytes import TokenBytes
 
 
@@ -75,7 +76,7 @@ class Reply:
     generation: Generation
     vocabulary: TokenBytes
     logprobs: bool
-    include_usage: bool
+    usage_wanted: UsageWanted
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     opened: set[int] = field(default_factory=set)
@@ -91,6 +92,10 @@ class Reply:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self.generation.cached_tokens},
         }
+
+    def chunk_usage(self) -> dict[str, Any]:
+        """Where usage comes at the end, every chunk before it says null."""
+        return {"never": {}, "at_end": {"usage": None}, "always": {"usage": self.usage()}}[self.usage_wanted]
 
     def head(self, object: str) -> dict[str, Any]:
         return {"id": self.id, "object": object, "created": self.created, "model": self.model}
@@ -111,13 +116,12 @@ class Reply:
     async def events(self, steps: AsyncIterator[list[Delta]]) -> AsyncIterator[str]:
         """Server-sent events, all of a step in one string."""
         head = self.head(self.format.chunk_object)
-        unused = {"usage": None} if self.include_usage else {}
         running = len(self.generation.choices)
         async with aclosing(steps):  # type: ignore[type-var]
             async for deltas in steps:
                 running -= sum(delta.finish is not None for delta in deltas)
                 chunks = [
-                    head | {"choices": [choice]} | unused
+                    head | {"choices": [choice]} | self.chunk_usage()
                     for delta in deltas
                     for choice in self.format.chunk(self, delta)
                 ]
@@ -125,7 +129,7 @@ class Reply:
                     chunks[-1] |= self.warnings()
                 if chunks:
                     yield "".join(map(event_text, chunks))
-        if self.include_usage:
+        if self.usage_wanted != "never":
             yield event_text(head | {"choices": [], "usage": self.usage()})
 
 

@@ -42,7 +42,7 @@ class ModelLimits:
         self.check_ids(tokens, name)
 
     def check_ids(self, ids: list[int], name: str) -> None:
-        wrong = next((id for id in ids if not 0 <= id < self.vocab_size), None)
+        wrong = next((id for id in (min(ids, default=0), max(ids, default=0)) if not 0 <= id < self.vocab_size), None)
         if wrong is not None:
             raise bad_request(f"{name}: token id {wrong} is outside the vocabulary (0 to {self.vocab_size - 1})", name)
 

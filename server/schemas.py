@@ -53,8 +53,10 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
+UsageWanted = Literal["never", "at_end", "always"]
 TokenId = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, Field(max_length=1024)]
 
@@ -116,8 +118,10 @@ class GenerationBody(Body):
         return tuple(text for text in given if text)
 
     @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def usage(self) -> UsageWanted:
+        """In a stream: never, once at the end, or with every chunk."""
+        options = self.stream_options or StreamOptions()
+        return "always" if options.continuous_usage_stats else "at_end" if options.include_usage else "never"
 
 
 def prompt_kind(value: Any) -> str:

@@ -6,6 +6,7 @@ Turns bodies into generations; replies.py shapes what comes back.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -20,6 +21,7 @@ from server.sampling import sampling_params
 from server.schemas import ChatBody, CompletionBody, GenerationBody, unknown_fields
 from server.service import Service
 from server.strict_json import StrictRoute
+from server.text import decode
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions; chat takes the rest of the context."""
@@ -70,7 +72,8 @@ async def answer(request: Request, body: Any, begin: Callable[[Service, Any, str
         reply.generation.warnings += warnings
         deltas = reply.generation.deltas(client, body.timeout, body.queue_timeout)
         if body.stream:
-            return EventStream(reply.events(deltas), service.config.slow_reader_timeout)
+            cut_off = partial(reply.generation.cut_off, client)
+            return EventStream(reply.events(deltas), service.config.slow_reader_timeout, cut_off)
         return Response(dumps(await reply.whole(deltas)), media_type="application/json")
 
     response = await unless_disconnected(request.receive, work())
@@ -103,7 +106,7 @@ async def begin_completion(service: Service, body: CompletionBody, request_id: s
     options = text_options(body, echo=bool(body.echo), hide_output=hide_output)
     generation = make_generation(service, body, request_id, prompts, params, options)
     vocabulary = service.tokenizer.vocabulary
-    return Reply(COMPLETION, model, generation, vocabulary, body.logprobs is not None, body.include_usage)
+    return Reply(COMPLETION, model, generation, vocabulary, body.logprobs is not None, body.usage)
 
 
 async def completion_prompts(service: Service, body: CompletionBody) -> list[PromptText]:
@@ -113,7 +116,7 @@ async def completion_prompts(service: Service, body: CompletionBody) -> list[Pro
         lists: Any = prompt if prompt and isinstance(prompt[0], list) else [prompt]
         for tokens in lists:
             service.limits.check_ids(tokens, "prompt")
-        return [prompt_text(vocabulary, tokens) for tokens in lists]
+        return [prompt_text(vocabulary, tokens, decode(vocabulary, tokens) if body.echo else "") for tokens in lists]
     texts: Any = [prompt] if isinstance(prompt, str) else prompt
     ids = await service.tokenizer.encode_aside(texts, body.add_special_tokens is not False)
     return [prompt_text(vocabulary, tokens, text) for tokens, text in zip(ids, texts, strict=True)]
@@ -129,7 +132,7 @@ async def begin_chat(service: Service, body: ChatBody, request_id: str) -> Reply
     budget = limits.output_budget(asked, len(tokens), None)
     params = sampling_params(body, limits, budget, (body.top_logprobs or 0) if body.logprobs else None)
     generation = make_generation(service, body, request_id, [PromptText(tokens)], [params], text_options(body))
-    return Reply(CHAT, model, generation, service.tokenizer.vocabulary, bool(body.logprobs), body.include_usage)
+    return Reply(CHAT, model, generation, service.tokenizer.vocabulary, bool(body.logprobs), body.usage)
 
 
 async def chat_tokens(service: Service, body: ChatBody) -> list[int]:
@@ -141,8 +144,8 @@ async def chat_tokens(service: Service, body: ChatBody) -> list[int]:
     try:
         text, marker = service.template.render(
             [message.as_dict() for message in body.messages],
-            continue_final=continue_final,
-            **{"add_generation_prompt": opens} | (body.chat_template_kwargs or {}),
+            {"add_generation_prompt": opens} | (body.chat_template_kwargs or {}),
+            continue_final,
         )
     except TemplateRefusedError as error:
         raise bad_request(str(error), "messages") from None
