@@ -137,6 +137,7 @@ class Generation:
         self.warnings: list[str] = []
         self._cached: dict[str, int] = {}
         self._stream: Stream | None = None
+        self._failure: str | None = None
         self.submits = [
             Submit(f"{request_id}-{index}", Submit.pack(prompt.tokens), own, priority=priority, cache_salt=cache_salt)
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
@@ -167,6 +168,8 @@ class Generation:
                 self._stream = stream
                 async for rows in stream:
                     yield self._take(rows)
+                    if self._failure is not None:
+                        raise ApiError(500, self._failure, code="request_failed")
                     if all(choice.finish for choice in self.choices.values()):
                         client.finish(stream)
         except StreamCutError as cut:
@@ -193,7 +196,8 @@ class Generation:
         for row in rows:
             choice = self.choices[(row.id, row.choice)]
             if row.finish in ("error", "abort"):
-                raise ApiError(500, row.error or "the engine gave this request up", code="request_failed")
+                self._failure = row.error or "the engine gave this request up"
+                break  # what came before it is still shown
             if row.cached_tokens is not None:
                 self._cached.setdefault(row.id, row.cached_tokens)
             if choice.finish is None:

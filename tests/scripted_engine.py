@@ -132,6 +132,7 @@ class ScriptedEngine:
         elif isinstance(message, Abort):
             self.aborted += [(id, message.reason) for id in message.ids]
             self.running = [item for item in self.running if item.submit.id not in message.ids]
+            self.connection.send(StepOutput((), self.stats(0)))
         else:
             self.held = {"hold": True, "go": False}.get(message.kind, self.held)
             running = sorted({item.submit.id for item in self.running})

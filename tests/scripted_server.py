@@ -6,15 +6,33 @@ For what a model cannot be made to do: faults in the middle of a stream, silence
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from server.client import EngineClient
-from server.config import add_options, read_config
-from server.serve import serve
-from tests import scripted_engine
+if TYPE_CHECKING:
+    from tests.conftest import LiveServer
+
+
+def launch(model: Path, log: Path, *args: str) -> LiveServer:
+    """For tests. The server's own process must not load their fixtures, hence the late import."""
+    from tests.conftest import REPOSITORY, LiveServer, free_port
+
+    port = free_port()
+    command = [sys.executable, "-m", "tests.scripted_server", str(model), "--port", str(port), *args]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY)
+    return LiveServer(process, f"http://127.0.0.1:{port}", log)
 
 
 def main() -> int:
+    """The engine process imports this module again, so what only the server needs is imported here."""
+    from server.client import EngineClient
+    from server.config import add_options, read_config
+    from server.serve import serve
+    from tests import scripted_engine
+
     parser = argparse.ArgumentParser()
     add_options(parser)
     return serve(read_config(parser.parse_args()), lambda config: EngineClient(config, scripted_engine.run))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def run_stops(parts: list[str], stops: list[str]) -> tuple[str, str | None]:
 
 def cut(text: str, borders: list[int]) -> list[str]:
     places = sorted({0, len(text), *(border % (len(text) + 1) for border in borders)})
-    return [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(places)]
 
 
 SHORT = st.text("ab.", min_size=1, max_size=4)
