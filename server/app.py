@@ -21,4 +21,4 @@ def create_app(service: Service) -> ASGIApp:
     errors.install(app)
     for routes in (health.router, openai.router):
         app.include_router(routes)
-    return Gate(app, service.config)
+    return Gate(app, service.config, service.metrics.rejected)

@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import re
 import secrets
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -18,14 +19,16 @@ from server.config import ServeConfig
 from server.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz"})
+CLOSE = {"Connection": "close"}
+"""With the rest of a body unread, the connection is of no further use."""
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Gate:
     """Wraps the app. A refused request never reaches it."""
 
-    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
-        self._app, self._config = app, config
+    def __init__(self, app: ASGIApp, config: ServeConfig, on_refusal: Callable[[int], None]) -> None:
+        self._app, self._config, self._on_refusal = app, config, on_refusal
         self._keys = [key.encode() for key in config.api_key]
         self._open = OPEN_PATHS if config.metrics_need_key else OPEN_PATHS | {"/metrics"}
 
@@ -37,12 +40,24 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
-        send = with_header(send, "x-request-id", request_id)
+        send = self._watch(send, request_id, is_probe=scope["path"] in self._open)
         refusal = self._refusal(scope, headers)
         if refusal is not None:
             await refusal.response()(scope, receive, send)
         else:
             await self._app(scope, BodyLimit(receive, self._config).receive, send)
+
+    def _watch(self, send: Send, request_id: str, is_probe: bool) -> Send:
+        """send() that adds the request's id and reports refusals, those of probes aside."""
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+                if message["status"] >= 400 and not is_probe:
+                    self._on_refusal(message["status"])
+            await send(message)
+
+        return watched
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         if self._keys and scope["path"] not in self._open and not self._has_key(headers):
@@ -81,23 +96,15 @@ class BodyLimit:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            raise HTTPException(408, f"the body did not arrive within {self._config.body_timeout:g} s") from None
+            text = f"the body did not arrive within {self._config.body_timeout:g} s"
+            raise HTTPException(408, text, CLOSE) from None
         self._size += len(message.get("body", b""))
         if self._size > self._config.max_body_bytes:
             error = too_large(self._config.max_body_bytes, f"{self._size} have come so far")
-            raise HTTPException(error.status, error.message)
+            raise HTTPException(error.status, error.message, CLOSE)
         self._complete = not message.get("more_body", False)
         return message
 
 
 def too_large(limit: int, sent: str) -> ApiError:
-    return ApiError(413, f"the body may have {limit} bytes ({sent})", code="body_too_large")
-
-
-def with_header(send: Send, name: str, value: str) -> Send:
-    async def send_with_header(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)[name] = value
-        await send(message)
-
-    return send_with_header
+    return ApiError(413, f"the body may have {limit} bytes ({sent})", code="body_too_large", headers=CLOSE)

@@ -70,6 +70,9 @@ class Service:
         self.phase, self.detail = progress.phase, progress.detail
 
     def fail(self, text: str) -> None:
+        """Keep and print the first failure; what follows is its consequence."""
+        if self.failure is not None:
+            return
         self.phase, self.failure = "failed", text
         print(f"ropeway: {text}", file=sys.stderr, flush=True)
         self.on_failure()
