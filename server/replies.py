@@ -95,7 +95,9 @@ class Reply:
 
     def chunk_usage(self) -> dict[str, Any]:
         """Where usage comes at the end, every chunk before it says null."""
-        return {"never": {}, "at_end": {"usage": None}, "always": {"usage": self.usage()}}[self.usage_wanted]
+        if self.usage_wanted == "never":
+            return {}
+        return {"usage": self.usage() if self.usage_wanted == "always" else None}
 
     def head(self, object: str) -> dict[str, Any]:
         return {"id": self.id, "object": object, "created": self.created, "model": self.model}

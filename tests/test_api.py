@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,8 @@ def test_each_choice_stops_for_itself(http: httpx.Client) -> None:
 
 def test_the_models_own_end_and_extra_stop_tokens(http: httpx.Client) -> None:
     prompt = [*b"ab", EOS, *b"cd"]
-    for extra in ({}, {"stop": []}, {"stop": None}, {"stop": ""}):
+    absent: list[dict[str, Any]] = [{}, {"stop": []}, {"stop": None}, {"stop": ""}]
+    for extra in absent:
         reply = complete(http, prompt=prompt, max_tokens=9, **extra)
         assert reply["choices"][0]["text"] == "ab" and reply["choices"][0]["finish_reason"] == "stop"
         assert reply["usage"]["completion_tokens"] == 3
@@ -280,7 +282,7 @@ def test_a_stream_equals_the_whole_reply(http: httpx.Client, extra: dict[str, An
         assert parts[index]["text"] == choice["text"]
         assert parts[index]["finish_reason"] == choice["finish_reason"]
         for column in choice["logprobs"] or {}:
-            assert sum((part[column] for part in parts[index]["logprobs"]), []) == choice["logprobs"][column]
+            assert [*chain(*(part[column] for part in parts[index]["logprobs"]))] == choice["logprobs"][column]
 
 
 def test_chat_chunks(http: httpx.Client) -> None:
@@ -465,10 +467,11 @@ def test_openapi_describes_the_bodies(http: httpx.Client) -> None:
 
 def test_openai_client(live: LiveServer) -> None:
     client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
-    answer = client.chat.completions.create(model="m", messages=HI, max_tokens=14, logprobs=True)  # type: ignore[arg-type]
+    messages: Any = HI
+    answer = client.chat.completions.create(model="m", messages=messages, max_tokens=14, logprobs=True)
     assert answer.choices[0].message.content == "user: hi" and answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None and answer.usage.completion_tokens == 10
-    stream = client.chat.completions.create(model="m", messages=HI, max_tokens=14, stream=True)  # type: ignore[arg-type]
+    stream: Any = client.chat.completions.create(model="m", messages=messages, max_tokens=14, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "user: hi"
     text = client.completions.create(model="m", prompt="abc", max_tokens=3, logprobs=1)
     assert text.choices[0].text == "abc" and text.choices[0].logprobs is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -134,7 +135,5 @@ JSON = st.recursive(
 @given(st.sampled_from([*ChatBody.model_fields, *CompletionBody.model_fields, *NOT_SUPPORTED, "new"]), JSON)
 def test_whatever_comes_is_accepted_or_refused(name: str, value: Any) -> None:
     for model in (ChatBody, CompletionBody):
-        try:
+        with contextlib.suppress(ValueError):  # ValidationError is one
             unknown_fields(model.model_validate({"prompt": "hi", "messages": HI} | {name: value}))
-        except ValueError:  # ValidationError is one
-            pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from tests.scripted_server import launch
 
 Launch = Callable[..., LiveServer]
 ENDLESS = {"prompt": "abc", "max_tokens": 10**6, "ignore_eos": True}
+HEAD = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 HUGE_CONTEXT = ("--max-model-len", "2000000")
 
 
@@ -70,7 +72,7 @@ def raw_request(live: LiveServer, body: dict[str, Any]) -> Iterator[socket.socke
     """A request by hand, so that the test decides when the socket is read and closed."""
     host, port = live.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = HEAD + f"Content-Length: {len(content)}\r\n\r\n"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + content)
         yield connection
@@ -150,13 +152,9 @@ def test_a_death_ends_streams_with_an_error_and_the_server_with_1(server: Launch
     live = server()
     with ThreadPoolExecutor() as pool:
         silent = pool.submit(httpx.post, f"{live.url}/v1/completions", json={"prompt": "a", "seed": SILENT}, timeout=30)
-        until(lambda: metric(live, "vllm:prompt_tokens_total") >= 0)
         response = httpx.post(f"{live.url}/v1/completions", json={"prompt": "abc", "seed": seed, "stream": True})
         assert text in response.text and response.text.endswith("data: [DONE]\n\n")
-        try:
-            assert silent.result().status_code == 500
-        except httpx.TransportError:
-            pass  # it had not been read yet when the server went down
+        assert silent.result().status_code == 500
     assert live.process.wait(20) == 1
     assert text in live.output and "Traceback" not in live.output
 
@@ -246,14 +244,10 @@ def test_body_limits(server: Launch) -> None:
     large = httpx.post(f"{live.url}/v1/completions", json={"prompt": "a" * 10_000})
     assert large.status_code == 413 and "10000" in large.json()["error"]["message"]
     headers = {"Content-Type": "application/json"}
-    try:
+    with contextlib.suppress(httpx.TransportError):  # cut while it was still sending
         assert httpx.post(f"{live.url}/v1/completions", content=endless(), headers=headers).status_code == 413
-    except httpx.WriteError:
-        pass  # cut while it was still sending
     with socket.create_connection(("127.0.0.1", int(live.url.rsplit(":", 1)[1]))) as slow:
-        slow.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-        )
+        slow.sendall(f"{HEAD}Content-Length: 9\r\n\r\n{{".encode())
         assert slow.recv(1000).startswith(b"HTTP/1.1 408")
     assert httpx.post(f"{live.url}/v1/completions", json={"prompt": "a"}).status_code == 200
 
@@ -280,7 +274,7 @@ def test_keys(server: Launch) -> None:
         assert status(path, "HEAD") == 401
     for headers in ({"Authorization": "Bearer secret"}, {"Authorization": "bearer other"}, {"X-Api-Key": "secret"}):
         assert status("/v1/models", **headers) == 200
-    assert status("/v1/models", **{"X-Api-Key": "sécret".encode().decode("latin-1")}) == 401
+    assert httpx.get(f"{live.url}/v1/models", headers=[(b"X-Api-Key", "sécret".encode())]).status_code == 401
     for path in ("/health", "/livez", "/readyz", "/startupz", "/metrics"):
         assert status(path) == 200
     assert "secret" not in httpx.get(f"{live.url}/metrics").text
