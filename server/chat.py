@@ -22,7 +22,7 @@ def chat(url: str, model: str | None = None, key: str | None = None) -> int:
     history: list[dict[str, str]] = []
     with httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=httpx.Timeout(10, read=None)) as client:
         try:
-            model = model or client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+            model = model or first_model(client)
             if interactive:
                 print(f"{model} at {url}. {HELP}")
             for line in lines(interactive):
@@ -35,6 +35,13 @@ def chat(url: str, model: str | None = None, key: str | None = None) -> int:
             print(f"ropeway: {url}: {error}", file=sys.stderr)
             return 1
     return 0
+
+
+def first_model(client: httpx.Client) -> str:
+    response = client.get("/v1/models")
+    if response.status_code != 200:
+        raise RuntimeError(message_of(response.content))
+    return str(response.json()["data"][0]["id"])
 
 
 def lines(interactive: bool) -> Iterator[str]:

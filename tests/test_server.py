@@ -73,7 +73,9 @@ def raw_request(live: LiveServer, body: dict[str, Any]) -> Iterator[socket.socke
     host, port = live.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
     head = HEAD + f"Content-Length: {len(content)}\r\n\r\n"
-    with socket.create_connection((host, int(port))) as connection:
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # full soon, when the test does not read
+        connection.connect((host, int(port)))
         connection.sendall(head.encode() + content)
         yield connection
 
@@ -211,7 +213,7 @@ def resident(pid: int) -> int:
 def test_a_slow_reader_is_cut_off_in_bounded_memory(server: Launch) -> None:
     live = server("--slow-reader-timeout", "1", *HUGE_CONTEXT)
     before = resident(live.process.pid)
-    with raw_request(live, ENDLESS | {"stream": True}) as connection:
+    with raw_request(live, ENDLESS | {"stream": True, "logprobs": 20}) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
         until(lambda: metric(live, "vllm:request_success_total", finished_reason="abort") == 1, 40)
     assert resident(live.process.pid) - before < 32 * 1024**2

@@ -1,0 +1,97 @@
+"""The `ropeway` command as a user meets it: exit codes, one clear line, and chat from a pipe."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY, LiveServer, ServerFactory
+from tests.scripted_server import launch
+
+
+def ropeway(*arguments: str, text: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("ROPEWAY_")} | environment
+    command = [sys.executable, "-m", "server", *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, cwd=REPOSITORY, env=settings, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def scripted(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    server = launch(tiny_model(), tmp_path_factory.mktemp("cli") / "server.log", "--api-key", "secret")
+    server.wait_ready()
+    yield server
+    server.stop()
+
+
+def test_help_lists_the_commands_and_every_setting() -> None:
+    assert all(name in ropeway("--help").stdout for name in ("serve", "chat", "convert", "verify", "bench"))
+    text = ropeway("serve", "--help").stdout
+    assert "--kv-cache-memory" in text and "ROPEWAY_KV_CACHE_MEMORY" in text and "MODEL" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "fly"),
+        (["serve", "--port", "x"], "--port: 'x' is not a whole number"),
+        (["serve", "--device", "tpu"], "not one of auto, cpu, cuda"),
+        (["serve", "--unknown-flag"], "--unknown-flag"),
+    ],
+)
+def test_wrong_usage_is_2(arguments: list[str], message: str) -> None:
+    done = ropeway(*arguments)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_wrong_environment_is_2() -> None:
+    done = ropeway("serve", ROPEWAY_PAGE_SIZE="four")
+    assert done.returncode == 2 and "ROPEWAY_PAGE_SIZE: 'four'" in done.stderr
+
+
+def test_a_model_that_is_not_there_is_1() -> None:
+    done = ropeway("serve", "/no/such/model", "--port", "0")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("ropeway: no model at /no/such/model")
+
+
+def test_a_file_that_is_no_model_is_1(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("not a model")
+    done = ropeway("serve", str(file), "--port", "0", ROPEWAY_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "notes.txt" in done.stderr
+
+
+def test_chat_works_from_a_pipe(scripted: LiveServer) -> None:
+    done = ropeway("chat", scripted.url, text="hello\n\n/new\nagain\n/exit\nnever\n", ROPEWAY_API_KEY="secret")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["user: hello", "user: again"]
+
+
+def test_chat_says_why_it_cannot(scripted: LiveServer) -> None:
+    refused = ropeway("chat", scripted.url, text="hello\n")
+    assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "API key" in refused.stderr
+    absent = ropeway("chat", "http://127.0.0.1:9", text="hello\n")
+    assert absent.returncode == 1 and absent.stderr.count("\n") == 1
+
+
+def test_serve_runs_a_real_model_and_ends_with_0(
+    server_factory: ServerFactory, tiny_model: Callable[..., Path]
+) -> None:
+    live = server_factory(
+        tiny_model(), "--page-size", "4", "--kv-cache-memory", "512KiB", env={"ROPEWAY_MAX_MODEL_LEN": "64"}
+    )
+    children = Path(f"/proc/{live.process.pid}/task/{live.process.pid}/children").read_text().split()
+    [engine] = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    http_maps, engine_maps = (Path(f"/proc/{pid}/maps").read_text() for pid in (live.process.pid, engine))
+    assert "torch" not in http_maps and "torch" in engine_maps
+    assert "pydantic_core" in http_maps and "pydantic_core" not in engine_maps
+    live.process.send_signal(signal.SIGTERM)
+    assert live.process.wait(3) == 0
+    assert not Path(f"/proc/{engine}").exists()
