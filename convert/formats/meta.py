@@ -60,7 +60,7 @@ def open_meta(folder: Path) -> Source:
     return Source(
         path=folder, format="mistral" if native else "meta", architecture=config["model_type"].value,
         pairing="adjacent", config=config, names=names, table=table, raw=params, dropped=dropped,
-        tokenizer_files=lambda: folder_tokenizer(folder, config["vocab_size"].value),
+        tokenizer_files=lambda: folder_tokenizer(folder, bool(params.get("use_scaled_rope"))),
     )  # fmt: skip
 
 

@@ -1,13 +1,55 @@
-"""The tokenizer beside a checkpoint that does not carry one: sentencepiece, tiktoken or tekken, told by content.
+"""The tokenizer beside a checkpoint that does not carry one: tekken, sentencepiece or tiktoken, told by content.
 
-Knows nothing of tensors. A folder without any of them converts without a tokenizer, and the report says so.
+Knows nothing of tensors. A folder without any of them converts without a tokenizer.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from convert.errors import ConvertError
+from convert.tokenizer.protobuf import parse_model
+from convert.tokenizer.sentencepiece import sentencepiece_files, unigram_files
+from convert.tokenizer.tekken import is_tekken, tekken_files
+from convert.tokenizer.tiktoken import read_ranks, tiktoken_files
 
-def folder_tokenizer(folder: Path, vocab_size: int) -> dict[str, str]:
-    """File name -> text for tokenizer.json and its companions; {} when there is no tokenizer."""
+LARGEST_FILE = 64 << 20
+
+
+def folder_tokenizer(folder: Path, llama31: bool = False) -> dict[str, str]:
+    """File name -> text for tokenizer.json and its companions; {} when there is no tokenizer.
+
+    The first of several in the order of names reversed, so that tokenizer.model.v3 wins over tokenizer.model.
+    """
+    for path in sorted(folder.iterdir(), reverse=True):
+        if path.is_file() and path.stat().st_size <= LARGEST_FILE:
+            files = tokenizer_file(path, llama31)
+            if files:
+                return files
     return {}
+
+
+def tokenizer_file(path: Path, llama31: bool = False) -> dict[str, str]:
+    """What `path` becomes if it is a tokenizer, else {}. Raises ConvertError for a tokenizer that cannot be kept."""
+    with path.open("rb") as file:
+        start = file.read(64)
+    if start.lstrip()[:1] == b"{":
+        value = _json(path)
+        return tekken_files(value, path) if isinstance(value, dict) and is_tekken(value) else {}
+    if start[:1] == b"\x0a" and (model := parse_model(path.read_bytes())) is not None:
+        if model.algorithm == "bpe" and not model.charsmap:
+            return sentencepiece_files(model.pieces, path, model.add_dummy_prefix)
+        if model.algorithm == "unigram":
+            return unigram_files(model.pieces, path, model.charsmap, model.add_dummy_prefix)
+        raise ConvertError(f"sentencepiece model of type {model.algorithm} with a normaliser is not supported", path)
+    if start.split(b"\n")[0].endswith(b" 0") and (ranks := read_ranks(path.read_bytes())) is not None:
+        return tiktoken_files(ranks, path, llama31)
+    return {}
+
+
+def _json(path: Path) -> object:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError:
+        return None

@@ -15,9 +15,8 @@ from tokenizers import Tokenizer, decoders
 from convert.errors import ConvertError
 from convert.tokenizer.assemble import Special, finish, special_files
 from convert.tokenizer.pre_tokenizers import CUTS
-from convert.tokenizer.sentencepiece import Kind, Piece, add_special, bpe, sentencepiece_tokenizer, vocabulary
+from convert.tokenizer.sentencepiece import KINDS, Piece, add_special, bpe, sentencepiece_tokenizer, vocabulary
 
-KINDS: dict[int, Kind] = {1: "normal", 2: "unknown", 3: "control", 4: "user_defined", 5: "unused", 6: "byte"}
 PREFIX = "tokenizer.ggml."
 
 

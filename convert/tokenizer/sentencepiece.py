@@ -1,4 +1,4 @@
-"""Sentencepiece vocabularies (BPE with byte fallback, as Llama 1 and 2 and Mistral use) to tokenizer.json.
+"""Sentencepiece vocabularies (BPE with byte fallback as Llama 1 and 2 use it, unigram) to tokenizer.json.
 
 Knows nothing of where the pieces came from: GGUF metadata, a llama2.c file or a .model protobuf.
 """
@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE, Unigram
 
 from convert.errors import ConvertError
 from convert.tokenizer.assemble import Special, finish, special_files
 
 Kind = Literal["normal", "unknown", "control", "user_defined", "unused", "byte"]
+KINDS: dict[int, Kind] = {1: "normal", 2: "unknown", 3: "control", 4: "user_defined", 5: "unused", 6: "byte"}
+"""The numbers of sentencepiece's protobuf, which GGUF took over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +30,33 @@ class Piece:
     kind: Kind
 
 
-def sentencepiece_files(pieces: Sequence[Piece], path: Path) -> dict[str, str]:
-    """The usual Llama arrangement: a space in front, BOS added, the first control tokens named <s> and </s>."""
-    tokenizer = sentencepiece_tokenizer(pieces, path, prefix=True)
+def sentencepiece_files(pieces: Sequence[Piece], path: Path, prefix: bool = True) -> dict[str, str]:
+    """The usual Llama arrangement: BOS added, <s> and </s> named so. prefix: see sentencepiece_tokenizer."""
+    return _with_special(sentencepiece_tokenizer(pieces, path, prefix), pieces, add_bos=True)
+
+
+def unigram_files(pieces: Sequence[Piece], path: Path, charsmap: bytes, prefix: bool) -> dict[str, str]:
+    """Unigram models: the most probable cut of a text. charsmap: sentencepiece's precompiled normaliser."""
+    unknown = next((i for i, piece in enumerate(pieces) if piece.kind == "unknown"), None)
+    vocabulary([piece.text for piece in pieces], path)
+    table = [(piece.text, piece.score) for piece in pieces]
+    tokenizer = Tokenizer(Unigram(table, unknown, any(piece.kind == "byte" for piece in pieces)))
+    steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    steps += [normalizers.Strip(left=True, right=True), normalizers.Replace(Regex(" {2,}"), " ")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    scheme: Literal["always", "never"] = "always" if prefix else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return _with_special(tokenizer, pieces, add_bos=False)
+
+
+def _with_special(tokenizer: Tokenizer, pieces: Sequence[Piece], add_bos: bool) -> dict[str, str]:
     add_special(tokenizer, pieces)
     texts = [piece.text for piece in pieces]
     bos, eos = (texts.index(name) if name in texts else None for name in ("<s>", "</s>"))
     unknown = next((i for i, piece in enumerate(pieces) if piece.kind == "unknown"), None)
-    special = Special(texts, bos, () if eos is None else (eos,), unknown, None, add_bos=bos is not None, add_eos=False)
+    stops = () if eos is None else (eos,)
+    special = Special(texts, bos, stops, unknown, None, add_bos=add_bos and bos is not None, add_eos=False)
     finish(tokenizer, special)
     return {"tokenizer.json": tokenizer.to_str(), **special_files(special)}
 
