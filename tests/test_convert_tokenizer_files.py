@@ -1,4 +1,4 @@
-"""Tokenizers that lie beside a checkpoint: sentencepiece, tiktoken, tekken, each against golden ids or its own library."""
+"""Tokenizers beside a checkpoint: sentencepiece, tiktoken, tekken, against golden ids or their own library."""
 
 from __future__ import annotations
 
@@ -125,13 +125,10 @@ def test_a_tiktoken_file_of_another_model_is_refused(tmp_path: Path) -> None:
         tokenizer_file(write(tmp_path, b"YQ== 0\nYg== 1\n"))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"vocab": [{"rank": 5, "token_bytes": "YQ=="}]}, {"vocab": [{}]}, {"vocab": [{"rank": 0, "token_bytes": "?"}]}],
-)
-def test_a_damaged_tekken_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
-    value = tekken([b"a"], ["<s>"], 1) | change
-    with pytest.raises(ConvertError, match="tekken|ranks are not"):
+@pytest.mark.parametrize("row", [{"rank": 5, "token_bytes": "YQ=="}, {}, {"rank": 0, "token_bytes": "?"}])
+def test_a_damaged_tekken_is_refused(row: dict[str, Any], tmp_path: Path) -> None:
+    value = tekken([b"a"], ["<s>"], 1) | {"vocab": [row]}
+    with pytest.raises(ConvertError, match=r"tekken|ranks are not"):
         tokenizer_file(write(tmp_path, json.dumps(value).encode()))
 
 
