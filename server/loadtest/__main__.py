@@ -1,104 +1,166 @@
 """The `ropeway bench` command: reads the options, probes the servers, runs what was asked, writes the reports.
 
-Knows the modes; the work is done elsewhere.
+Knows the modes by name; the work is done elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from server.loadtest import options as command_line
+from server.loadtest import compare, html, modes, options, report
 from server.loadtest.api import Api, RefusedError, calibrated, first_model, settled
 from server.loadtest.http import HttpClient, HttpError
-from server.loadtest.plan import loads_of, work_of
-from server.loadtest.report import as_json, text, write_csv
-from server.loadtest.run import Server, Settings, run_once
+from server.loadtest.plan import save_trace, work_of
+from server.loadtest.run import Server, Settings
 from server.loadtest.workload import Filler
 
+Result = dict[str, Any]
 
-async def probe(name: str, url: str, options: Namespace) -> Server:
+
+async def probe(name: str, url: str, chosen: Namespace) -> Server:
     """Ask the server what it serves and how long its words are. Raises RefusedError or HttpError."""
-    client = HttpClient(url, perf_counter, options.api_key)
-    model = options.model or await first_model(client)
-    api = Api(options.api, model, not options.stop_early, extra=options.extra_body)
+    client = HttpClient(url, perf_counter, chosen.api_key)
+    model = chosen.model or await first_model(client)
+    api = Api(chosen.api, model, not chosen.stop_early, extra=chosen.extra_body)
     api = await settled(client, api)
-    filler = Filler("ids", low=options.token_ids[0], high=options.token_ids[1])
-    if options.prompts != "ids":
+    filler = Filler("ids", low=chosen.token_ids[0], high=chosen.token_ids[1])
+    if chosen.prompts != "ids":
         filler = await calibrated(client, api)
     local = client.host in ("127.0.0.1", "localhost", "::1")
     return Server(name, url, client, api, filler, [client.port] if local else [])
 
 
-def settings_of(options: Namespace, sink: Any) -> Settings:
+def settings_of(chosen: Namespace, sink: Callable[[dict[str, Any]], None] | None) -> Settings:
     return Settings(
-        work_of(options),
-        sharing=bool(options.shared_prefix or options.trace or options.turns > 1),
-        cache=options.cache,
-        distinct=options.distinct,
-        seed=options.seed,
-        slo=options.slo,
-        timeout=options.timeout,
-        max_lag=options.max_lag,
-        max_in_flight=options.max_in_flight,
-        warmup=options.warmup,
-        kv_bytes_per_token=options.kv_bytes_per_token,
+        work_of(chosen),
+        sharing=bool(chosen.shared_prefix or chosen.trace or chosen.turns > 1),
+        cache=chosen.cache,
+        distinct=chosen.distinct,
+        seed=chosen.seed,
+        slo=chosen.slo,
+        timeout=chosen.timeout,
+        max_lag=chosen.max_lag,
+        max_in_flight=chosen.max_in_flight,
+        warmup=chosen.warmup,
+        kv_bytes_per_token=chosen.kv_bytes_per_token,
         sink=sink,
-        quiet=options.quiet,
+        quiet=chosen.quiet,
     )
 
 
-async def measure(options: Namespace, settings: Settings) -> dict[str, Any]:
+async def measure(chosen: Namespace, sink: Callable[[dict[str, Any]], None] | None) -> Result:
     """The result of the mode that was asked for."""
-    server = await probe("", options.url, options)
-    runs = []
-    for _ in range(options.repeat):
-        for load in loads_of(options, server.filler):
-            runs.append(await run_once(server, load, settings))
-    return {"mode": "points", "runs": runs}
+    settings = settings_of(chosen, sink)
+    servers = [await probe(name, url, chosen) for name, url in chosen.compare or [("", chosen.url)]]
+    try:
+        return await combined(servers, chosen, settings)
+    finally:
+        for server in servers:
+            server.client.close()
+        await asyncio.sleep(0)  # one turn of the loop, in which closed connections end
 
 
-def write(options: Namespace, result: dict[str, Any]) -> None:
-    if options.json and str(options.json) != "-":
-        options.json.write_text(as_json(result), encoding="utf-8")
-    if options.csv:
-        write_csv(options.csv, result["runs"])
-    if options.markdown:
-        options.markdown.write_text(text(result["runs"], markdown=True), encoding="utf-8")
+async def combined(servers: list[Server], chosen: Namespace, settings: Settings) -> Result:
+    if chosen.save_trace:
+        chosen.nonce = chosen.nonce or secrets.token_hex(4)
+        save_trace(chosen, servers[0].filler)
+    if chosen.find_capacity:
+        return await modes.find_capacity(servers[0], chosen, settings)
+    if chosen.sweep:
+        return await modes.sweep(servers[0], chosen, settings)
+    result = await modes.points(servers, chosen, settings)
+    several = chosen.repeat > 1 or len(servers) > 1
+    return result | ({"summary": compare.as_rows(result["runs"])} if several else {})
 
 
-def verdict(result: dict[str, Any]) -> int:
+def text(result: Result, markdown: bool = False) -> str:
+    """All tables, the verdict of the mode first."""
+    parts = [report.text(result["runs"], markdown)]
+    if "summary" in result:
+        parts.insert(0, compare.text(result["runs"], markdown))
+    if "capacity" in result:
+        parts.insert(0, report.capacity(result["capacity"], markdown))
+    return "\n".join(parts)
+
+
+def write(chosen: Namespace, result: Result) -> None:
+    """The files that were asked for. Raises OSError, and RefusedError without matplotlib."""
+    outputs: list[tuple[Path | None, Callable[[], str]]] = [
+        (chosen.json, lambda: report.as_json(result)),
+        (chosen.markdown, lambda: text(result, markdown=True)),
+        (chosen.html, lambda: html.page(result, text(result))),
+    ]
+    for path, content in outputs:
+        if path and str(path) != "-":
+            path.write_text(content(), encoding="utf-8")
+    if chosen.csv:
+        report.write_csv(chosen.csv, result["runs"])
+    if chosen.plots:
+        draw_plots(chosen.plots, result)
+
+
+def draw_plots(folder: Path, result: Result) -> None:
+    try:
+        from server.loadtest import plots
+    except ImportError as error:
+        raise RefusedError(f"--plots needs matplotlib ({error}): pip install 'ropeway[plot]'") from None
+    plots.draw(folder, result)
+
+
+def verdict(result: Result) -> int:
+    """1 where nothing was measured, or where this client and not the server set a figure."""
     runs = result["runs"]
     failed = not any(run["requests"]["ok"] for run in runs)
     return 1 if failed or any(run["client"]["limited"] for run in runs) else 0
 
 
+def event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop where it is installed: a quarter less CPU for each event."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def perform(chosen: Namespace) -> Result:
+    with ExitStack() as stack:
+        sink = None
+        if chosen.requests:
+            file = stack.enter_context(chosen.requests.open("w", encoding="utf-8"))
+
+            def sink(row: dict[str, Any]) -> None:
+                print(json.dumps(row), file=file)
+
+        runner = stack.enter_context(asyncio.Runner(loop_factory=event_loop))
+        return runner.run(measure(chosen, sink))
+
+
 def main(argv: list[str]) -> int:
     """Exit code: 0 measured, 1 refused, failed or limited by the client, 2 wrong usage."""
     try:
-        options = command_line.parse(argv)
+        chosen = options.parse(argv)
     except SystemExit as end:
         return int(end.code or 0)
-    with ExitStack() as stack:
-        sink = None
-        if options.requests:
-            file = stack.enter_context(options.requests.open("w", encoding="utf-8"))
-            sink = lambda row: print(json.dumps(row), file=file)  # noqa: E731
-        try:
-            result = asyncio.run(measure(options, settings_of(options, sink)))
-        except (RefusedError, HttpError, ValueError, OSError) as error:
-            print(f"ropeway bench: {error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            print("ropeway bench: interrupted", file=sys.stderr)
-            return 1
-    write(options, result)
-    print(as_json(result) if str(options.json) == "-" else text(result["runs"]), end="")
+    try:
+        result = perform(chosen)
+        print(report.as_json(result) if str(chosen.json) == "-" else text(result), end="")
+        write(chosen, result)
+    except (RefusedError, HttpError, ValueError, OSError) as error:
+        print(f"ropeway bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("ropeway bench: interrupted", file=sys.stderr)
+        return 1
     return verdict(result)
 
 

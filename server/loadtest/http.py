@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -52,8 +52,8 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
+        self._soon = asyncio.get_running_loop().call_soon
 
     def start(self, request: bytes, reply: Reply, moments: Moments) -> asyncio.Future[None]:
         """Write the request; the future ends with the reply, or fails with HttpError."""
@@ -66,12 +66,16 @@ class Connection(asyncio.Protocol):
         return self._finished
 
     def data_received(self, data: bytes) -> None:
-        self.now = self._clock()
+        """Stamp and return: the bytes are read once every stream that is ready has its stamp."""
+        self._soon(self._read, data, self._clock())
+
+    def _read(self, data: bytes, now: float) -> None:
+        self.now = now
         if self._reply is None or self._moments is None:
             self.reusable = False  # bytes that nobody asked for
             return
         if self.silent:
-            self.silent, self._moments.first_byte = False, self.now
+            self.silent, self._moments.first_byte = False, now
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -95,8 +99,12 @@ class Connection(asyncio.Protocol):
             self._end()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.closed, self.reusable, self.now = True, False, self._clock()
-        framed = "content-length" in self._headers or "transfer-encoding" in self._headers if self._reply else True
+        self.closed, self.reusable = True, False
+        self._soon(self._lost, error, self._clock())
+
+    def _lost(self, error: Exception | None, now: float) -> None:
+        self.now = now
+        framed = self._reply is None or "content-length" in self._headers or "transfer-encoding" in self._headers
         if error is None and not self.silent and not framed:
             self._end()  # the body is whatever came before the close
         else:
@@ -166,10 +174,14 @@ class HttpClient:
             raise HttpError("connect", f"cannot connect to {self.host}:{self.port}: {error}") from error
         return connection
 
-    async def fetch(self, method: str, target: str, body: bytes = b"") -> tuple[int, bytes]:
-        """A whole reply, for small things. Raises HttpError."""
+    async def fetch(self, method: str, target: str, body: bytes = b"", seconds: float = 60.0) -> tuple[int, bytes]:
+        """A whole reply, for small things. Raises HttpError, of kind timeout where it takes longer than `seconds`."""
         reply = _Whole()
-        await self.exchange(method, target, body, reply, reply)
+        try:
+            async with asyncio.timeout(seconds):
+                await self.exchange(method, target, body, reply, reply)
+        except TimeoutError:
+            raise HttpError("timeout", f"{method} {target}: no whole reply within {seconds:g} s") from None
         return reply.status, bytes(reply.body)
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class KvWatch:
 
     async def scrape(self) -> bool:
         try:
-            status, body = await self.client.fetch("GET", "/metrics")
+            status, body = await self.client.fetch("GET", "/metrics", seconds=5.0)
         except HttpError:
             return False
         if status != 200:

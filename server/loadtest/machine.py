@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from server.loadtest.measure import Distribution
@@ -17,15 +18,15 @@ TICK = 0.01
 class LoopLag:
     """How late this process wakes up: what adds to every time it takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.held = Distribution()
+        self._clock = clock
 
     async def watch(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + TICK
+            due = self._clock() + TICK
             await asyncio.sleep(TICK)
-            self.held.add(max(0.0, loop.time() - due))
+            self.held.add(max(0.0, self._clock() - due))
 
 
 class CpuWatch:

@@ -20,6 +20,7 @@ EXACT = 100_000
 GROWTH = 1.005
 SMALLEST = 1e-6
 BUCKETS = ceil(log(1e11) / log(GROWTH))  # up to 1e5 seconds
+CURVE = (0.0, 0.1, 0.25, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 
@@ -38,7 +39,10 @@ class Distribution:
         if self._exact is None:
             self._buckets[bucket(value)] += times
             return
-        self._exact.extend([value] * times)
+        if times == 1:
+            self._exact.append(value)
+        else:
+            self._exact.extend([value] * times)
         if len(self._exact) > EXACT:
             self._fold()
 
@@ -232,4 +236,11 @@ class Figures:
 
 def spread_of(held: Distribution) -> dict[str, Any]:
     most = held.most if held.count else nan
-    return {"count": held.count, "mean": held.mean(), **held.quantiles(QUANTILES), "max": most}
+    curve = held.quantiles({str(level): level for level in CURVE if level <= 1 - 1 / max(1, held.count)})
+    return {
+        "count": held.count,
+        "mean": held.mean(),
+        **held.quantiles(QUANTILES),
+        "max": most,
+        "curve": [[float(level), value] for level, value in curve.items()],
+    }

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import httptools
 
@@ -30,8 +30,7 @@ class Session(asyncio.Protocol):
         self.exchange: Exchange | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
         self.parser = httptools.HttpRequestParser(self)
 
     def data_received(self, data: bytes) -> None:
@@ -157,7 +156,6 @@ class Session(asyncio.Protocol):
             self._end_body()
         elif fault == "reset":
             self.transport.abort()
-            return True
         else:
             return True  # stall: nothing more comes, and nothing closes
         self._finish(fault)

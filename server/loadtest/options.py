@@ -94,6 +94,7 @@ def parse_object(text: str) -> dict[str, Any]:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="ropeway bench",
+        usage="ropeway bench URL [options], or ropeway bench --compare NAME=URL NAME=URL ... [options]",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Measure any OpenAI-compatible server. Lengths are the server's own counts.",
@@ -123,6 +124,9 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     add("--sweep", action="store_true", help="one user, then many, then rates between the two throughputs")
     add("--compare", nargs="+", type=checked(parse_named), metavar="NAME=URL", help="interleave runs against each")
     add("--repeat", type=checked(positive), default=1, metavar="N", help="runs of each point (default 1)")
+    add(
+        "--most-users", type=checked(positive), default=32, metavar="N", help="users at the top of --sweep (default 32)"
+    )
     add("--num-requests", type=checked(positive), metavar="N", help="requests (conversations) in a run")
     add("--duration", type=checked(parse_duration), metavar="TIME", help="length of a run, e.g. 30s")
     add("--warmup", type=int, default=1, metavar="N", help="unmeasured requests before each run (default 1)")
@@ -169,6 +173,7 @@ def _add_work(group: argparse._ArgumentGroup) -> None:
     )
     add("--distinct", type=checked(positive), default=16, metavar="N", help="prompts of a warm cache (default 16)")
     add("--seed", type=int, default=0)
+    add("--nonce", default="", metavar="WORD", help="of an earlier cold run, to send its prompts again")
     add("--stop-early", action="store_true", help="let the model end before --output-len (no ignore_eos)")
     add("--extra-body", type=checked(parse_object), default={}, metavar="JSON", help="merged into every request")
 
@@ -191,6 +196,7 @@ def _add_judgement(group: argparse._ArgumentGroup) -> None:
     add("--attain", type=float, default=0.95, help="share of requests that must meet the SLO (default 0.95)")
     add("--start-rate", type=float, default=1.0, help="where --find-capacity begins, requests per second")
     add("--probe", type=checked(parse_duration), default=15.0, metavar="TIME", help="shortest probe of --find-capacity")
+    add("--discard-disturbed", action="store_true", help="take a run again if others used over 5 %% of the CPU")
     add(
         "--budget", type=checked(parse_duration), default=600.0, metavar="TIME", help="of --find-capacity (default 10m)"
     )
@@ -217,10 +223,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The options, with combinations that make no sense refused."""
     made = parser()
     options = made.parse_args(argv)
-    for wrong, message in _contradictions(options):
+    for wrong, message in _contradictions(options) + _unwritable(options):
         if wrong:
             made.error(message)
-    options.concurrency = options.concurrency or ([1, 8] if not (options.rate or options.trace) else [])
+    options.concurrency = options.concurrency or ([] if options.rate or options.trace else [1, 8])
     options.api = options.api or ("chat" if options.turns > 1 else "completions")
     return options
 
@@ -255,5 +261,11 @@ def _contradictions(options: argparse.Namespace) -> list[tuple[bool, str]]:
         ),
         (not 0 < options.attain < 1, "--attain must lie between 0 and 1"),
         (options.speedup <= 0 or options.start_rate <= 0, "--speedup and --start-rate must be above 0"),
-        (options.save_trace is not None and not options.rate, "--save-trace records open-loop runs (--rate)"),
+        (options.save_trace is not None and len(options.rate or []) != 1, "--save-trace records a run at one --rate"),
     ]
+
+
+def _unwritable(options: argparse.Namespace) -> list[tuple[bool, str]]:
+    """Found out now rather than after the run."""
+    paths = [path for path in (options.json, options.csv, options.markdown, options.html, options.requests) if path]
+    return [(not path.parent.is_dir(), f"cannot write {path}: there is no folder {path.parent}") for path in paths]

@@ -22,6 +22,7 @@ from server.loadtest.workload import (
     read_trace,
     repeated,
     synthetic,
+    trace_line,
 )
 
 
@@ -62,7 +63,7 @@ def open_load(options: Namespace, rates: tuple[float, float]) -> Load:
     arrivals = Arrivals(*rates, shape=options.arrivals)
     seconds = options.duration or (arrivals.seconds_for(options.num_requests) if options.num_requests else 30.0)
     offsets = arrivals.offsets(seconds, Random(f"{options.seed}:arrivals"), options.num_requests)
-    label = f"rate {rates[0]:g}/s" if rates[0] == rates[1] else f"ramp {rates[0]:g} to {rates[1]:g}/s"
+    label = f"rate {rates[0]:.3g}/s" if rates[0] == rates[1] else f"ramp {rates[0]:.3g} to {rates[1]:.3g}/s"
     return Load(label, offsets=offsets, rate=sum(rates) / 2, seconds=seconds)
 
 
@@ -75,3 +76,12 @@ def trace_load(options: Namespace, filler: Filler) -> Load:
     return Load(
         f"trace {options.trace.name}", offsets=shifted, rate=len(offsets) / span if span else None, seconds=span
     )
+
+
+def save_trace(options: Namespace, filler: Filler) -> None:
+    """The first rate's schedule and its prompts, in the form that --trace replays byte for byte."""
+    load = open_load(options, options.rate[0])
+    assert load.offsets is not None
+    made = work_of(options)(filler, f"{options.seed}:{options.nonce}")
+    lines = (trace_line(conversation, at) for conversation, at in zip(made, load.offsets, strict=False))
+    options.save_trace.write_text("\n".join(lines) + "\n", encoding="utf-8")

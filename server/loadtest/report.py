@@ -16,6 +16,7 @@ from server.loadtest.measure import LATENCIES, RATES
 Run = dict[str, Any]
 LEVELS = ("p50", "p90", "p95", "p99")
 MAX_OTHERS = 0.05
+MOST_DETAILS = 6
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -108,22 +109,27 @@ def detail(run: Run, markdown: bool = False) -> str:
     )
 
 
-def notes(run: Run) -> list[str]:
-    """What a reader must know beside the table: failures, lag, neighbours, cache, KV."""
+def problems(run: Run) -> list[str]:
+    """What makes the figures of a run doubtful."""
+    requests, machine = run["requests"], run["machine"]
     found = [
-        f"{count} failed: {kind} ({run['requests']['first_of_each'][kind]})"
-        for kind, count in run["requests"]["failed"].items()
+        f"{count} failed: {kind} ({requests['first_of_each'][kind]})" for kind, count in requests["failed"].items()
     ]
-    if run["requests"]["missing_done"]:
-        found.append(f"{run['requests']['missing_done']} streams had a finish_reason but no [DONE]: successes")
+    if requests["missing_done"]:
+        found.append(f"{requests['missing_done']} streams had a finish_reason but no [DONE]: successes")
     if run["tokens"]["counted_by"].get("chunks"):
         found.append("the server reported no usage: tokens are chunks")
     found += [f"LIMITED BY THIS CLIENT: {reason}" for reason in run["client"]["reasons"]]
     if disturbed(run):
-        found.append(
-            f"DISTURBED: other processes used {percent(run['machine']['others'])} of this machine's CPU (limit 5 %)"
-        )
-    return [*found, cache_note(run["cache"]), *kv_notes(run["kv"])]
+        found.append(f"DISTURBED: other processes used {percent(machine['others'])} of this machine's CPU (limit 5 %)")
+    if run["cache"]["agrees"] is False:
+        found.append(f"PREFIX CACHE NOT AS ASKED: {cache_note(run['cache'])}")
+    return found
+
+
+def notes(run: Run) -> list[str]:
+    """What a reader must know beside the table: problems, cache, KV."""
+    return [*problems(run), cache_note(run["cache"]), *kv_notes(run["kv"])]
 
 
 def disturbed(run: Run) -> bool:
@@ -137,9 +143,8 @@ def cache_note(cache: dict[str, Any]) -> str:
         if cache["cached_share"] is None
         else (f"{percent(cache['cached_share'])} of the input tokens came from it")
     )
-    verdict = {True: "", False: ": NOT AS ASKED", None: ""}[cache["agrees"]]
     reset = " (reset before the run)" if cache["reset_by_server"] else ""
-    return f"prefix cache {cache['asked']}{reset}: {share}{verdict}"
+    return f"prefix cache {cache['asked']}{reset}: {share}"
 
 
 def kv_notes(kv: dict[str, Any] | None) -> list[str]:
@@ -160,6 +165,11 @@ def kv_notes(kv: dict[str, Any] | None) -> list[str]:
     return ["KV cost: " + ", ".join(parts)]
 
 
+def flagged(runs: list[Run], markdown: bool) -> str:
+    """Of many runs, only what must not be overlooked."""
+    return "\n".join(f"{'-' if markdown else ' '} {title(run)}: {problem}" for run in runs for problem in problems(run))
+
+
 def formulas() -> str:
     """Every name with its definition."""
     lines = [f"{quantity.title}: {quantity.formula}" for quantity in LATENCIES]
@@ -175,7 +185,8 @@ def formulas() -> str:
 
 def text(runs: list[Run], markdown: bool = False) -> str:
     fence = "```" if markdown else ""
-    blocks = [overview(runs, markdown), *(detail(run, markdown) for run in runs)]
+    shown = [detail(run, markdown) for run in runs] if len(runs) <= MOST_DETAILS else [flagged(runs, markdown)]
+    blocks = [overview(runs, markdown), *filter(None, shown)]
     return "\n\n".join([*blocks, f"{fence}\n{formulas()}\n{fence}".strip()]) + "\n"
 
 
@@ -222,3 +233,17 @@ def flat(run: Run) -> dict[str, Any]:
         "disturbed": disturbed(run),
     }
     return row
+
+
+def capacity(found: dict[str, Any], markdown: bool = False) -> str:
+    """The verdict of a search for the capacity, and its probes."""
+    low, high = number(found["low"]) if found["low"] else "0", number(found["high"]) if found["high"] else "unknown"
+    rate = f"{number(found['rate'])} requests/s" if found["rate"] else "none found"
+    head = f"capacity under {found['slo']}, {percent(found['attain'])} attained: {rate}, 95 % interval {low} to {high}"
+    rows = [["rate/s", "good/sent", "attained", "95 % interval", "runs"]]
+    for probe in found["probes"]:
+        share = probe["share"]
+        interval = f"{percent(share['low'])} to {percent(share['high'])}"
+        row = [number(probe["rate"]), f"{probe['good']}/{probe['sent']}", percent(share["value"]), interval]
+        rows.append([*row, str(probe["looks"])])
+    return f"{'## ' if markdown else ''}{head}\n\n{table(rows, markdown)}\n"

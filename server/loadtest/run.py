@@ -60,6 +60,7 @@ class Settings:
     cache: str = "cold"
     distinct: int = 16
     seed: int = 0
+    nonce: str = ""
     slo: Slo | None = None
     timeout: float = 600.0
     max_lag: float = 0.010
@@ -131,15 +132,16 @@ async def run_once(
     server: Server, load: Load, settings: Settings, stop: Callable[[Figures], bool] | None = None
 ) -> dict[str, Any]:
     """Everything measured in one run, as plain data."""
-    target, nonce = server.target(settings), secrets.token_hex(4) if settings.cache == "cold" else "fixed"
+    target = server.target(settings)
+    nonce = settings.nonce or (secrets.token_hex(4) if settings.cache == "cold" else "fixed")
     work = settings.work(server.filler, f"{settings.seed}:{nonce}")
     was_reset = settings.cache == "cold" and await reset_cache(server.client)
-    await _warm_up(target, settings, server.filler)
+    await _warm_up(target, settings, server.filler, nonce)
     gc.collect()
     gc.freeze()  # what stands now is not walked again: a full collection would stall every stream
     clock = server.client.clock
     gathering = Gathering(Figures(settings.slo), Timeline(clock()), settings)
-    lag, cpu, kv = LoopLag(), CpuWatch(server.local_ports), KvWatch(server.client, settings.kv_bytes_per_token)
+    lag, cpu, kv = LoopLag(clock), CpuWatch(server.local_ports), KvWatch(server.client, settings.kv_bytes_per_token)
     await kv.scrape()
     watchers = [asyncio.create_task(lag.watch()), asyncio.create_task(kv.watch())]
     if not settings.quiet:
@@ -196,10 +198,10 @@ async def _apply(
     )
 
 
-async def _warm_up(target: Target, settings: Settings, filler: Filler) -> None:
+async def _warm_up(target: Target, settings: Settings, filler: Filler, nonce: str) -> None:
     """Unmeasured requests: a few from another seed, or for a warm cache each prompt of the pool with one token."""
     if settings.cache == "warm":
-        pool = islice(settings.work(filler, f"{settings.seed}:fixed"), settings.distinct)
+        pool = islice(settings.work(filler, f"{settings.seed}:{nonce}"), settings.distinct)
         prompts = [Conversation((Turn(made.turns[0].prompt, 1),)) for made in pool]
     else:
         prompts = list(islice(settings.work(filler, f"warm-up:{secrets.token_hex(4)}"), settings.warmup))

@@ -14,6 +14,7 @@ from typing import Any
 from server.loadtest.record import Record
 
 MAX_PENDING = 1 << 24
+DECODER = json.JSONDecoder()
 
 
 class CompletionReply:
@@ -163,7 +164,7 @@ def spread(tokens: int, widths: array[int]) -> array[int]:
 
 def parsed(payload: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(payload)
+        value = DECODER.decode(payload.decode())
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -141,7 +141,7 @@ def read_trace(path: Path, filler: Filler, seed: str, speedup: float) -> Iterato
             at = row["at"] if "at" in row else row["timestamp"] / 1000
             turn = Turn(_trace_prompt(row, filler, f"{seed}:{number}", seed), int(row["output_length"]))
             yield Conversation((turn,), float(at) / speedup)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}:{number}: not a trace line ({error!r}); expected `at` or `timestamp`, "
                 "`input_length` or `prompt`, and `output_length`"
