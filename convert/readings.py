@@ -89,7 +89,7 @@ def plain_frequencies(theta: float, width: int) -> Frequencies:
 
 def source_reading(source: Source) -> TensorReading:
     """The source as its own runtime reads it. Raises ConvertError for a format without an independent reading."""
-    if source.format == "huggingface":
+    if source.format in ("huggingface", "huggingface-bin"):
         return canonical_reading(source.table, source.raw)
     if source.format == "gguf":
         return _gguf_reading(source.table, source.raw)

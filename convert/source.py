@@ -84,6 +84,7 @@ def open_source(path: Path) -> Source:
     from convert.formats.gguf import MAGIC
     from convert.formats.gguf_model import open_gguf
     from convert.formats.huggingface import is_huggingface, open_huggingface
+    from convert.formats.huggingface_bin import is_huggingface_bin, open_huggingface_bin
     from convert.formats.llama2c import is_llama2c, open_llama2c
     from convert.formats.meta import is_meta, open_meta
 
@@ -92,6 +93,8 @@ def open_source(path: Path) -> Source:
     if path.is_dir():
         if is_huggingface(path):
             return open_huggingface(path)
+        if is_huggingface_bin(path):
+            return open_huggingface_bin(path)
         if is_meta(path):
             return open_meta(path)
         raise ConvertError("no checkpoint in this folder (no config.json with weights, no params.json)", path)

@@ -122,6 +122,18 @@ def open_gguf(path: Path) -> Source:
     )  # fmt: skip
 
 
+def gguf_name(name: str) -> str | None:
+    """The other way: the name that GGUF gives a Hugging Face tensor, or None."""
+    for ours, theirs in GLOBAL_NAMES.items():
+        if theirs == name:
+            return ours
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+    for ours, theirs in LAYER_NAMES.items():
+        if match is not None and match[2] == theirs:
+            return f"blk.{match[1]}.{ours}.{match[3]}"
+    return None
+
+
 def _target_name(name: str) -> str | None:
     if name in GLOBAL_NAMES:
         return GLOBAL_NAMES[name]

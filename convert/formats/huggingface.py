@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from convert.errors import ConvertError
-from convert.source import ConfigEntry, Source, SourceTensor, file_tensor
+from convert.formats.huggingface_config import with_defaults
+from convert.source import Source, SourceTensor, file_tensor
+from convert.tokenizer.folder import folder_tokenizer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
+    "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
 MAX_HEADER = 100_000_000
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -36,9 +42,15 @@ def open_huggingface(folder: Path) -> Source:
         raise ConvertError("no model_type", folder / "config.json")
     return Source(
         path=folder, format="huggingface", architecture=model_type, pairing="split_half",
-        config={key: ConfigEntry(value, "config.json") for key, value in config.items()},
-        names={name: name for name in table}, table=table, raw=config, canonical=True,
+        config=with_defaults(folder / "config.json", config), names={name: name for name in table}, table=table,
+        raw=config, canonical=True, tokenizer_files=lambda: tokenizer_texts(folder),
     )  # fmt: skip
+
+
+def tokenizer_texts(folder: Path) -> dict[str, str]:
+    """The tokenizer's files as they are; from a sentencepiece or tiktoken file where tokenizer.json is missing."""
+    found = {name: (folder / name).read_text("utf-8") for name in TOKENIZER_FILES if (folder / name).is_file()}
+    return found if "tokenizer.json" in found else folder_tokenizer(folder) | found
 
 
 def read_json(path: Path) -> dict[str, Any]:

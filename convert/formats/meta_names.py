@@ -27,6 +27,18 @@ LAYER_NAMES = {
 LAYER_NAME = re.compile(r"layers\.(\d+)\.([a-z_0-9.]+)\.weight")
 
 
+def meta_name(name: str) -> str | None:
+    """The other way: the name that Meta gives a Hugging Face tensor, or None where it has no such tensor."""
+    for ours, theirs in GLOBAL_NAMES.items():
+        if theirs == name:
+            return ours
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+    for ours, theirs in LAYER_NAMES.items():
+        if match is not None and match[2] == theirs:
+            return f"layers.{match[1]}.{ours}.weight"
+    return None
+
+
 def hugging_face_names(names: Iterable[str]) -> dict[str, str]:
     """Source name -> Hugging Face name, for the names that this table knows."""
     found = {}
