@@ -21,7 +21,7 @@ LOGITS = torch.tensor([0.0, 3.0, 2.9, 1.0, -1.0, 0.5, 0.4, 0.3, 0.2, 0.1, 2.8, -
 
 
 def sequence(prompt: list[int] = [3], output: list[int] = [], choice: int = 0, **fields: Any) -> Sequence:  # noqa: B006
-    params = SamplingParams(max_tokens=100, n=choice + 1, **{"temperature": 0.0, **fields})  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=100, n=choice + 1, **{"temperature": 0.0, **fields})
     found = Request.from_submit(Submit("id", Submit.pack(prompt), params), 0).sequences[choice]
     for token in output:
         found.num_in_flight += 1

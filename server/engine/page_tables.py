@@ -158,13 +158,13 @@ class PageTables:
         child.num_registered = parent.num_computed // self.page_size
         child.keys = parent.keys[: child.num_registered]
         parent.shares_tail = child.shares_tail = parent.num_computed % self.page_size != 0
+        parent.writable = child.writable = 0
 
     def reserve(self, sequence: Sequence, end: int, copies: Copies) -> bool:
         """Own a writable page for every token from num_computed to end - 1, or change nothing and return False."""
-        pages_needed = self.layout.pages_for(end)
-        growth = pages_needed - len(sequence.pages[0])
-        if growth <= 0 and not sequence.shares_tail:
+        if end <= sequence.writable:
             return True
+        growth = max(0, self.layout.pages_for(end) - len(sequence.pages[0]))
         self._drop_unseen(sequence)
         tails = [self._shared_tail(sequence, group) for group in range(len(self.pools))]
         for pool, tail in zip(self.pools, tails, strict=True):
@@ -177,6 +177,7 @@ class PageTables:
                 sequence.pages[group].append(page)
                 self._gain(sequence, group, page)
         sequence.shares_tail = False
+        sequence.writable = len(sequence.pages[0]) * self.page_size
         self._note_peak(sequence)
         return True
 
@@ -211,7 +212,7 @@ class PageTables:
             for index in range(len(table) - 1, sequence.first_live[group] - 1, -1):
                 self._lose(sequence, group, table[index])
         sequence.pages, sequence.first_live = [], []
-        sequence.num_computed = sequence.num_registered = 0
+        sequence.num_computed = sequence.num_registered = sequence.writable = 0
         sequence.shares_tail = False
 
     def _gain(self, sequence: Sequence, group: int, page: int) -> None:

@@ -24,6 +24,7 @@ class Sequence:
     request: Request
     choice: int
     tokens: array[int]
+    prompt_len: int
     num_computed: int = 0
     num_in_flight: int = 0
     pages: list[array[int]] = field(default_factory=list)
@@ -31,6 +32,7 @@ class Sequence:
     keys: list[Key] = field(default_factory=list)
     num_registered: int = 0  # pages offered to the prefix cache so far
     shares_tail: bool = False  # forked: the partial last page may be somebody else's too
+    writable: int = 0  # positions before this have a page of their own: no reservation is needed to write them
     serial: int = 0  # order of admission
     finished: bool = False
     preemptions: int = 0
@@ -58,7 +60,7 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - self.request.prompt_len
+        return len(self.tokens) - self.prompt_len
 
     @property
     def scores_prompt(self) -> bool:
@@ -89,7 +91,7 @@ class Sequence:
         self.counts[token] = self.counts.get(token, 0) + 1
 
     def output_ids(self) -> tuple[int, ...]:
-        return tuple(self.tokens[self.request.prompt_len :])
+        return tuple(self.tokens[self.prompt_len :])
 
     @property
     def mean_logprob(self) -> float:
@@ -142,7 +144,7 @@ class Request:
             request.prompt_logprobs = [None] * len(prompt)
             request.prompt_scored = False
         width = max(params.n, params.best_of or 0)
-        request.sequences = [Sequence(request, choice, prompt[:]) for choice in range(width)]
+        request.sequences = [Sequence(request, choice, prompt[:], len(prompt)) for choice in range(width)]
         request.unstarted = request.sequences[1:]
         if request.is_penalised:
             distinct = array("q", dict.fromkeys(prompt))

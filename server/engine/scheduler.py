@@ -79,14 +79,10 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         plan = StepPlan(copies=[[] for _ in self.tables.pools])
-        limits = self.limits
-        decodes = sum(1 for sequence in self.running if self._decodes(sequence))
-        self._token_budget = max(0, limits.max_num_batched_tokens - decodes)
-        if decodes and limits.mixed_chunk is not None:
-            self._token_budget = min(self._token_budget, limits.mixed_chunk)
-        self._logit_budget = limits.prompt_logits
+        decoding = [self._decodes(sequence) for sequence in self.running]
+        self._set_budgets(sum(decoding))
         preempted = self.num_preemptions
-        self._plan_running(plan)
+        self._plan_running(decoding, plan)
         if self.waiting and self.num_preemptions == preempted:
             self._admit(plan)
         for fork in self._forks:
@@ -94,9 +90,22 @@ class Scheduler:
         self._forks.clear()
         return plan
 
+    def _set_budgets(self, num_decodes: int) -> None:
+        """What is left for prompts: tokens, and rows of logits."""
+        limits = self.limits
+        self._token_budget = max(0, limits.max_num_batched_tokens - num_decodes)
+        if num_decodes and limits.mixed_chunk is not None:
+            self._token_budget = min(self._token_budget, limits.mixed_chunk)
+        self._logit_budget = limits.prompt_logits
+
     def _decodes(self, sequence: Sequence) -> bool:
-        """It computes one token and does not draw on the prompts' share of the budget."""
-        return sequence.remaining == 1 and not sequence.scores_prompt and self._may_run(sequence)
+        """Its next step computes the one token that was sampled last."""
+        computed = sequence.num_computed
+        return (
+            computed >= sequence.prompt_len
+            and computed + 1 == len(sequence.tokens) + sequence.num_in_flight
+            and (not sequence.num_in_flight or self._may_run(sequence))
+        )
 
     def _may_run(self, sequence: Sequence) -> bool:
         """False while nothing is left to do before the launched step's token is known."""
@@ -107,16 +116,26 @@ class Scheduler:
         ends = made >= request.params.max_tokens or sequence.num_tokens >= self.limits.max_model_len
         return not ends and not request.needs_history
 
-    def _plan_running(self, plan: StepPlan) -> None:
+    def _plan_running(self, decoding: list[bool], plan: StepPlan) -> None:
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
-            count = 1 if self._decodes(sequence) else self._take_chunk(sequence)
-            if count:
-                if not self._make_room(sequence, sequence.num_computed + count, plan):
-                    return
+            count = 1 if decoding[index] else self._take_chunk(sequence)
+            end = sequence.num_computed + count
+            if end > sequence.writable and count and not self._make_room(sequence, end, plan):
+                return
+            if decoding[index]:
+                self._add_decode(sequence, plan)
+            elif count:
                 self._add_row(sequence, count, plan)
             index += 1
+
+    def _add_decode(self, sequence: Sequence, plan: StepPlan) -> None:
+        start = sequence.num_computed
+        sequence.num_computed = start + 1
+        sequence.num_in_flight += 1
+        plan.rows.append(PlanRow(sequence, start, start + 1, [sequence]))
+        plan.num_tokens += 1
 
     def _take_chunk(self, sequence: Sequence) -> int:
         """Tokens of a prompt to compute in this step, taken off the budget."""
