@@ -9,14 +9,23 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import Tensor
 
 from model.batch import Batch
 from model.decoder import Decoder
 from model.kv_cache import KVCache
-from server.engine.messages import Abort, GrammarSpec, Query, Row, SamplingParams, Submit
+from server.engine.messages import Abort, EngineConfig, GrammarSpec, Query, Row, SamplingParams, Submit
 from server.engine.plan import PlanRow
+from server.engine.startup import build_engine
+from server.engine.warm_up import mixed_chunk
 from tests.fake_device import FULL, VOCAB, Rig, expected, finishes, outputs, rig, windowed
 from tests.real_engine import Setup, run
 
@@ -139,11 +148,8 @@ TestTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadlin
 
 @pytest.mark.slow
 def test_ten_thousand_steps_of_traffic() -> None:
-    class Long(Traffic):
-        pass
-
-    Long.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
-    Long.TestCase("runTest").runTest()
+    long = settings(max_examples=200, stateful_step_count=60, deadline=None)
+    run_state_machine_as_test(Traffic, settings=long)
 
 
 # ---- a fault stays where it happened ----------------------------------------------------------------------
@@ -259,6 +265,29 @@ def test_other_errors_of_the_model_are_not_swallowed(tiny_model: Callable[..., P
 
     with pytest.raises(RuntimeError, match="shape mismatch"):
         run(Setup().engine(tiny_model(), lambda decoder: Broken(decoder, 1)), *submits(3))
+
+
+# ---- the start --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "prompt_seconds", "decode_seconds", "chunk"),
+    [(64, 0.32, 0.05, 16), (65, 0.114, 0.05, 96), (64, 0.05, 0.05, 1 << 30), (64, 9.0, 0.01, 16)],
+)
+def test_prompt_tokens_beside_decodes_make_a_step_at_most_three_times_as_long(
+    length: int, prompt_seconds: float, decode_seconds: float, chunk: int
+) -> None:
+    assert mixed_chunk(length, prompt_seconds, decode_seconds) == chunk
+
+
+def test_the_warm_up_leaves_no_trace(tiny_model: Callable[..., Path]) -> None:
+    config = EngineConfig(str(tiny_model()), device="cpu", page_size=4, kv_cache_memory=1 << 20, threads=1)
+    seen: list[str] = []
+    engine = build_engine(config, lambda progress: seen.append(progress.phase))
+    stats = engine.step().stats
+    assert (stats.steps, stats.generation_tokens, stats.pages_cached, stats.prefix_queries) == (0, 0, 0, 0)
+    assert list(dict.fromkeys(seen)) == ["load", "allocate", "warm_up"]
+    assert engine.info.mixed_chunk is not None and engine.info.mixed_chunk >= 16
 
 
 # ---- what is reported -------------------------------------------------------------------------------------

@@ -200,7 +200,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Facts that hold for the life of the engine. Bytes of the pool: predicted by arithmetic, then allocated."""
+    """Facts that hold for the life of the engine. Bytes of the pool: predicted by arithmetic, then allocated.
+
+    mixed_chunk: prompt tokens in a step that also decodes, measured at the start; None where only the budget bounds it.
+    """
 
     vocab_size: int
     max_model_len: int
@@ -225,6 +228,7 @@ class EngineInfo:
     pid: int
     phases: tuple[tuple[str, float], ...] = ()
     warnings: tuple[str, ...] = ()
+    mixed_chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

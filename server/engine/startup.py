@@ -23,12 +23,12 @@ from model.ops.interface import Ops
 from model.ops.select import ops_for
 from model.weights import load_decoder
 from server.engine.core import Engine
-from server.engine.messages import EngineConfig, EngineInfo, Progress, SamplingParams, Submit
+from server.engine.messages import EngineConfig, EngineInfo, Progress
 from server.engine.page_tables import PageTables
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits, Scheduler
+from server.engine.warm_up import warm_up
 
-WARM_UP_TOKENS = 64
 SAMPLING_ARRAYS = 6
 """fp32 arrays as large as the logits that sampling holds at its worst: copy, log-softmax, sorted values, ids twice."""
 Report = Callable[[Progress], None]
@@ -64,14 +64,17 @@ class Machine:
     kv: KVCache
     warnings: tuple[str, ...]
 
+    @property
+    def overlaps(self) -> bool:
+        return self.device.type != "cpu"
+
     def engine(self, info: EngineInfo) -> Engine:
         """An engine with empty books on this machine."""
         config, limits = self.config, self.limits
         tables = PageTables(
             self.kv.layout, self.kv.num_pages, limits.max_num_batched_tokens, config.prefix_caching, time.monotonic_ns()
         )
-        overlaps = self.device.type != "cpu"
-        runner = ModelRunner(self.decoder, self.kv, self.ops, self.model.vocab_size, self.device, overlaps)
+        runner = ModelRunner(self.decoder, self.kv, self.ops, self.model.vocab_size, self.device, self.overlaps)
         return Engine(Scheduler(limits, tables), runner, info)
 
     def info(self, phases: Phases) -> EngineInfo:
@@ -98,6 +101,7 @@ class Machine:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             prefix_caching=self.config.prefix_caching,
             pid=os.getpid(),
+            mixed_chunk=limits.mixed_chunk,
             phases=tuple(phases.seconds),
             warnings=self.warnings,
         )
@@ -111,7 +115,9 @@ def build_engine(config: EngineConfig, report: Report = lambda progress: None) -
     phases = Phases(report)
     machine = _assemble(config, phases)
     with phases.phase("warm_up"):
-        _warm_up(machine.engine(machine.info(phases)))
+        chunk = warm_up(machine.engine(machine.info(phases)))
+    if not machine.overlaps:  # the times of an overlapped step say little about it
+        machine = replace(machine, limits=replace(machine.limits, mixed_chunk=chunk))
     return machine.engine(machine.info(phases))
 
 
@@ -211,11 +217,3 @@ def kv_resident_bytes(kv: KVCache) -> int:
     if kv.storages[0].device.type != "cpu":
         return kv.nbytes
     return sum(resident_bytes(storage.data_ptr(), storage.untyped_storage().nbytes()) for storage in kv.storages)
-
-
-def _warm_up(engine: Engine) -> None:
-    """One prompt and two tokens through every code path that compiles or allocates on first use."""
-    length = min(WARM_UP_TOKENS, engine.info.max_model_len - 1)
-    engine.add(Submit("warm-up", Submit.pack([0] * length), SamplingParams(max_tokens=2, seed=0)))
-    while engine.has_work:
-        engine.step()
