@@ -1,7 +1,6 @@
 """EngineClient: the engine process as the HTTP process sees it. Submit, stream, abort, deadlines, death.
 
-Knows token ids and messages only: no text, no HTTP. One reader and one writer thread hold the pipe, so that the event
-loop neither blocks in send nor wakes more than once for a step.
+Knows token ids and messages only: no text, no HTTP. The process and its pipe are engine_process.py's.
 """
 
 from __future__ import annotations
@@ -10,16 +9,9 @@ import asyncio
 import contextlib
 import itertools
 import math
-import multiprocessing
-import os
-import queue
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from server.engine.messages import (
@@ -34,18 +26,14 @@ from server.engine.messages import (
     Progress,
     Query,
     Ready,
-    Row,
-    Shutdown,
     StepOutput,
     Submit,
-    ToEngine,
 )
+from server.engine_process import EngineMain, EngineProcess, run_engine
+from server.stream import Stream
 
-EngineMain = Callable[[Connection, EngineConfig], None]
 MAX_UNREAD_ROWS = 4096
 """Rows a stream may hold for a reader that does not come: far above any pause that a network makes."""
-CHILD_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
-"""Bounded spinning between parallel regions: neither OpenMP's default (burns cores) nor passive (slow to wake)."""
 
 
 class EngineDeadError(Exception):
@@ -66,64 +54,6 @@ class StreamCutError(Exception):
     def __init__(self, reason: AbortReason) -> None:
         super().__init__(reason)
         self.reason = reason
-
-
-def run_engine(connection: Connection, config: EngineConfig) -> None:
-    """Entry of the engine process. Ctrl-C reaches the whole terminal group: the server decides, not the child."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from server.engine.worker import run
-
-    run(connection, config)
-
-
-class Stream:
-    """What the engine says about a set of submits, one list of rows for each time the reader comes."""
-
-    def __init__(self, submits: Sequence[Submit]) -> None:
-        self.ids = tuple(submit.id for submit in submits)
-        self.sequences = sum(submit.params.n for submit in submits)
-        self.open = {(submit.id, choice) for submit in submits for choice in range(submit.params.n)}
-        self.started = False
-        self._rows: list[Row] = []
-        self._error: Exception | None = None
-        self._wake = asyncio.Event()
-
-    def push(self, row: Row) -> None:
-        self.started = True
-        self._rows.append(row)
-        if row.finish is not None:
-            self.open.discard((row.id, row.choice))
-        self._wake.set()
-
-    def end(self) -> None:
-        """Nothing more is wanted."""
-        self.open.clear()
-        self._rows.clear()
-
-    def cut(self, error: Exception) -> None:
-        """End with an error once the rows that are already here have been read."""
-        if self._error is None:
-            self._error = error
-        self._wake.set()
-
-    @property
-    def unread(self) -> int:
-        return len(self._rows)
-
-    def __aiter__(self) -> AsyncIterator[list[Row]]:
-        return self
-
-    async def __anext__(self) -> list[Row]:
-        """Rows since the last call, at least one; StopAsyncIteration after the last choice has finished."""
-        while not self._rows:
-            if not self.open:
-                raise StopAsyncIteration
-            if self._error is not None:
-                raise self._error
-            self._wake.clear()
-            await self._wake.wait()
-        rows, self._rows = self._rows, []
-        return rows
 
 
 class Throughput:
@@ -155,28 +85,18 @@ class EngineClient:
         self.on_death: Callable[[str], None] = lambda text: None
         self.on_step: Callable[[StepOutput], None] = lambda output: None
         self.last_heard = time.monotonic()
-        self._engine_main = engine_main
+        self._process = EngineProcess(engine_main, config, self._receive, self._die)
         self._streams: dict[str, Stream] = {}
         self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._query_ids = itertools.count()
-        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._throughput = Throughput()
         self._closing = False
-        self._process: SpawnProcess | None = None
 
     async def start(self) -> EngineInfo:
         """Spawn the engine and wait until it can serve. EngineDeadError carries its one line if it cannot."""
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
-        for name, value in CHILD_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        context = multiprocessing.get_context("spawn")
-        self._pipe, child_end = context.Pipe()
-        self._process = context.Process(target=self._engine_main, args=(child_end, self.config), name="ropeway-engine")
         self._process.start()
-        child_end.close()
-        threading.Thread(target=self._read, args=(self._process,), name="ropeway-reader", daemon=True).start()
-        threading.Thread(target=self._write, name="ropeway-writer", daemon=True).start()
         return await self._ready
 
     # ---- requests
@@ -222,7 +142,7 @@ class EngineClient:
             self.last_heard = time.monotonic()
         for submit in submits:
             self._streams[submit.id] = stream
-            self._outbox.put(submit)
+            self._process.send(submit)
         return stream
 
     def _arm(self, stream: Stream, timeout: float | None, queue_timeout: float | None) -> list[asyncio.TimerHandle]:
@@ -236,7 +156,7 @@ class EngineClient:
     def _close(self, stream: Stream, reason: AbortReason = "client") -> None:
         open_ids = tuple({id for id, _ in stream.open if id in self._streams})
         if open_ids and self.failure is None:
-            self._outbox.put(Abort(open_ids, reason))
+            self._process.send(Abort(open_ids, reason))
         known = [self._streams.pop(id, None) for id in stream.ids]
         if any(known):
             self._throughput.finished()
@@ -261,7 +181,7 @@ class EngineClient:
             raise EngineDeadError(self.failure)
         id = next(self._query_ids)
         future = self._queries[id] = self._loop.create_future()
-        self._outbox.put(Query(id, kind, arg))
+        self._process.send(Query(id, kind, arg))
         try:
             answer = await future
         finally:
@@ -319,46 +239,9 @@ class EngineClient:
             future.set_exception(error)
         self.on_death(text)
 
-    # ---- the pipe, on its two threads
-
-    def _read(self, process: SpawnProcess) -> None:
-        try:
-            while True:
-                self._post(self._receive, self._pipe.recv())
-        except (EOFError, OSError):
-            process.join()
-            self._post(self._die, f"the engine process ended unexpectedly ({describe_exit(process.exitcode)})")
-
-    def _post(self, callback: Callable[[Any], None], value: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(callback, value)
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError):  # a broken pipe is noticed, once, by the reader
-            for message in iter(self._outbox.get, None):
-                self._pipe.send(message)
-
     async def close(self, seconds: float = 2.0) -> None:
         """End the engine process: asked (unless it still loads and would not hear), then killed."""
         self._closing = True
         if self.info is None:
             seconds = 0.0
-        if self._process is not None:
-            self._outbox.put(Shutdown())
-            self._outbox.put(None)
-            await asyncio.to_thread(end_process, self._process, seconds)
-
-
-def end_process(process: SpawnProcess, seconds: float) -> None:
-    process.join(seconds)
-    if process.is_alive():
-        process.kill()
-    process.join()
-
-
-def describe_exit(code: int | None) -> str:
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name
-        hint = ": the machine may be out of memory" if name == "SIGKILL" else ""
-        return f"killed by {name}{hint}"
-    return f"exit code {code}"
+        await self._process.end(seconds)

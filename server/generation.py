@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from server.client import EngineClient, EngineDeadError, QueueFullError, Stream, StreamCutError
+from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
 from server.engine.messages import Row, SamplingParams, Submit, TokenLogprob
 from server.errors import ApiError
 from server.metrics import Metrics, RequestClock
+from server.stream import Stream
 from server.text import TextStream
 from server.token_bytes import TokenBytes
 
