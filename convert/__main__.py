@@ -9,9 +9,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from convert.errors import ConvertError
+from convert.export import EXPORTS, export
 from convert.pipeline import convert
 from convert.report import REPORT_FILE, table
 from convert.verify import verify_folder
@@ -23,9 +25,10 @@ def main_convert(argv: Sequence[str]) -> int:
     """ropeway convert SRC DST."""
     parser = argparse.ArgumentParser("ropeway convert", description="Convert a checkpoint and prove the result.")
     parser.add_argument("src", type=Path, help="a checkpoint in any format that is known, recognised by content")
-    parser.add_argument("dst", type=Path, help="the folder to make; it must not exist")
+    parser.add_argument("dst", type=Path, help="the folder (or file, for gguf and llama2c) to make; it must not exist")
     dtype_help = "auto: as stored, quantised types to float32"
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help=dtype_help)
+    parser.add_argument("--to", choices=["hf", *EXPORTS], default="hf", help="hf: the folder that is served")
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     args = parser.parse_args(argv)
     return _one_line_errors(lambda: _convert(args))
@@ -44,6 +47,8 @@ def main_verify(argv: Sequence[str]) -> int:
 def _convert(args: argparse.Namespace) -> int:
     if args.dst.exists():
         raise ConvertError("exists already: name a new folder", args.dst)
+    if args.to != "hf":
+        return _export(args)
     bar = _Bar(sys.stderr.isatty())
     report = convert(args.src, args.dst, DTYPES.get(args.dtype), bar)
     if report is None:
@@ -54,6 +59,16 @@ def _convert(args: argparse.Namespace) -> int:
     for line in table(report):
         print(line)
     print(f"{args.dst}: done in {sum(report['seconds'].values()):.1f} s, account in {REPORT_FILE}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    comparison = export(args.src, args.dst, args.to, DTYPES.get(args.dtype))
+    if args.json:
+        print(json.dumps({"logits": asdict(comparison)}, indent=2))
+    else:
+        print("every tensor reads back with the values that it was written from")
+        print(f"logits of source and result: {comparison.line()}")
     return 0
 
 

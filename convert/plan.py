@@ -101,7 +101,7 @@ def _target(
     source: Source, config: Mapping[str, Any], name: str, shape: Shape, tensor: SourceTensor, dtype: str | None
 ) -> Target:
     target_dtype = dtype or tensor.dtype
-    heads = _rope_heads(name, config) if source.pairing == "adjacent" else None
+    heads = rope_heads(name, config) if source.pairing == "adjacent" else None
 
     def read() -> Array:
         array = tensor.read()
@@ -118,7 +118,7 @@ def _target(
     return Target(name, shape, target_dtype, tensor, ", ".join(steps) or "as stored", read)
 
 
-def _rope_heads(name: str, config: Mapping[str, Any]) -> int | None:
+def rope_heads(name: str, config: Mapping[str, Any]) -> int | None:
     """How many heads the rows of this tensor belong to, where RoPE turns them; None elsewhere."""
     if ".q_proj." in name:
         return int(config["num_attention_heads"])

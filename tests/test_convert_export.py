@@ -1,0 +1,174 @@
+"""The way back: to Meta's, GGUF's and llama2.c's files and home again, without losing a bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from convert.__main__ import main_convert
+from convert.errors import ConvertError
+from convert.export import export
+from convert.formats.gguf import read_gguf
+from convert.pipeline import convert
+from convert.source import open_source
+from convert.tokenizer.gguf import tokenizer_files
+from convert.tokenizer.gguf_write import tokenizer_metadata
+from tests.conftest import BASE_CONFIG, KINDS, ModelFactory, random_tensors
+from tests.convert_sources import meta_tensors
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def plain_folder(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+    """A Hugging Face folder without a tokenizer."""
+    config = BASE_CONFIG | KINDS[kind] | overrides
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.to(dtype) for name, tensor in random_tensors(config).items()}, folder / "model.safetensors")
+    return folder
+
+
+def assert_home_again(folder: Path, exported: Path, home: Path) -> None:
+    convert(exported, home)
+    got, want = load_file(home / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert got.keys() == want.keys()
+    assert [name for name in want if not torch.equal(got[name].to(want[name].dtype), want[name])] == []
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("to", ["meta", "gguf", "llama2c"])
+def test_there_and_back(to: str, tied: bool, tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "hf", tie_word_embeddings=tied)
+    comparison = export(folder, tmp_path / "there", to)
+    assert comparison.passed and comparison.max_difference < 1e-4
+    assert_home_again(folder, tmp_path / "there", tmp_path / "home")
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "there", "home"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("to", ["meta", "gguf"])
+def test_half_precision_there_and_back(to: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "hf", dtype=dtype)
+    export(folder, tmp_path / "there", to)
+    assert_home_again(folder, tmp_path / "there", tmp_path / "home")
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_other_families_to_gguf_and_back(kind: str, tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "hf", kind)
+    export(folder, tmp_path / "there", "gguf")
+    assert_home_again(folder, tmp_path / "there", tmp_path / "home")
+    assert json.loads((tmp_path / "home" / "config.json").read_text())["model_type"] == kind
+
+
+@pytest.mark.parametrize("to", ["meta", "gguf"])
+def test_llama3_scaling_survives(to: str, tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "hf", head_dim=8, rope_theta=500000.0, rope_scaling=LLAMA3, hidden_size=48)
+    if to == "gguf":  # eight rotary channels hold too few ratios to read the scaling back
+        folder = plain_folder(tmp_path / "wide", head_dim=64, rope_theta=500000.0, rope_scaling=LLAMA3)
+    export(folder, tmp_path / "there", to)
+    assert open_source(tmp_path / "there").values()["rope_scaling"] == LLAMA3
+
+
+def test_torch_reads_what_was_written_for_meta(tmp_path: Path) -> None:
+    """torch.load without running code; the rows are those that Meta's exporter would give."""
+    folder = plain_folder(tmp_path / "hf", dtype=torch.bfloat16)
+    export(folder, tmp_path / "there", "meta")
+    got = torch.load(tmp_path / "there" / "consolidated.00.pth", weights_only=True)
+    config = json.loads((folder / "config.json").read_text())
+    want = meta_tensors(config, {name: t.float() for name, t in load_file(folder / "model.safetensors").items()})
+    assert got.keys() == want.keys()
+    assert [name for name in want if not torch.equal(got[name].float(), want[name])] == []
+    params = json.loads((tmp_path / "there" / "params.json").read_text())
+    width, m = int(params.get("ffn_dim_multiplier", 1) * int(8 * params["dim"] / 3)), params["multiple_of"]
+    assert m * -(-width // m) == config["intermediate_size"]
+
+
+def test_llama2c_file_of_stories_comes_back_byte_for_byte(shared_data: Path, tmp_path: Path) -> None:
+    """From the folder all but the RoPE tables, which are recomputed; from the file itself every byte."""
+    original = shared_data / "stories260K" / "stories260K.bin"
+    export(original, tmp_path / "same.bin", "llama2c")
+    assert (tmp_path / "same.bin").read_bytes() == original.read_bytes()
+    export(shared_data / "stories260K" / "hf", tmp_path / "back.bin", "llama2c")
+    got, want = (np.fromfile(path, "<f4") for path in (tmp_path / "back.bin", original))
+    tables = 2 * 512 * 4
+    assert got[:-tables].tobytes() == want[:-tables].tobytes()
+    assert np.abs(got[-tables:] - want[-tables:]).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["hf", "meta", "mistral-native", "stories260K-f32.gguf"])
+def test_every_stories_format_gives_the_same_meta_tensors(name: str, shared_data: Path, tmp_path: Path) -> None:
+    if name == "mistral-native":
+        with pytest.raises(ConvertError, match="hold llama models, this one is mistral"):
+            export(shared_data / "stories260K" / name, tmp_path / "meta", "meta")
+        return
+    export(shared_data / "stories260K" / name, tmp_path / "meta", "meta")
+    got = torch.load(tmp_path / "meta" / "consolidated.00.pth", weights_only=True)
+    want = torch.load(shared_data / "stories260K" / "meta" / "consolidated.00.pth", weights_only=True)
+    assert [key for key in want if key in got and not torch.equal(got[key], want[key])] == []
+    assert want.keys() - got.keys() <= {"output.weight", "rope.freqs"}
+
+
+def test_gguf_carries_the_tokenizer_or_is_refused(tiny_model: ModelFactory, shared_data: Path, tmp_path: Path) -> None:
+    stories = shared_data / "stories260K" / "hf"
+    export(stories, tmp_path / "stories.gguf", "gguf")
+    convert(tmp_path / "stories.gguf", tmp_path / "home")
+    before, after = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (stories, tmp_path / "home"))
+    for text in ("Once upon a time", "  two  spaces", "Żółw 🐢 7\n", ""):
+        assert before.encode(text).ids == after.encode(text).ids
+    with pytest.raises(ConvertError, match="no pre-tokenizer of GGUF cuts text as this tokenizer does"):
+        export(tiny_model("llama"), tmp_path / "bytes.gguf", "gguf")
+    assert not (tmp_path / "bytes.gguf").exists()
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "llama-spm", "starcoder"])
+def test_real_vocabularies_survive_gguf(name: str, shared_data: Path) -> None:
+    """Golden ids after metadata -> tokenizer.json -> metadata -> tokenizer.json."""
+    path = shared_data / "tokenizers" / f"ggml-vocab-{name}.gguf"
+    files = tokenizer_files(read_gguf(path).metadata, path)
+    size = len(read_gguf(path).metadata["tokenizer.ggml.tokens"])
+    again = tokenizer_files(tokenizer_metadata(files, size, path), path)
+    tokenizer = Tokenizer.from_str(again["tokenizer.json"])
+    cases = Path(f"{path}.inp").read_text("utf-8").split("\n__ggml_vocab_test__\n")[:-1]
+    golden = [[int(i) for i in line.split()] for line in Path(f"{path}.out").read_text().splitlines()]
+    assert [tokenizer.encode(case, add_special_tokens=False).ids for case in cases] == golden
+    assert again["generation_config.json"] == files["generation_config.json"]
+
+
+@pytest.mark.parametrize(
+    ("to", "overrides", "reason"),
+    [
+        ("llama2c", {"rope_theta": 500000.0}, "RoPE base 10000"),
+        ("llama2c", {"rms_norm_eps": 1e-6}, "norm epsilon"),
+        ("meta", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "cannot hold rope scaling"),
+        ("meta", {"head_dim": 16}, "head_dim that is not dim / n_heads"),
+    ],
+)
+def test_what_a_format_cannot_say_is_refused(to: str, overrides: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "hf", **overrides)
+    with pytest.raises(ConvertError, match=reason):
+        export(folder, tmp_path / "there", to)
+    assert {path.name for path in tmp_path.iterdir()} == {"hf"}
+
+
+def test_biases_have_no_place_in_metas_files(tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "hf", "qwen2")
+    with pytest.raises(ConvertError, match=r"meta has no place for tensor model\.layers\.0\.self_attn\.q_proj\.bias"):
+        export(folder, tmp_path / "there", "meta")
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = plain_folder(tmp_path / "hf")
+    assert main_convert([str(folder), str(tmp_path / "a.gguf"), "--to", "gguf"]) == 0
+    assert "every tensor reads back" in capsys.readouterr().out
+    assert main_convert([str(folder), str(tmp_path / "a.gguf"), "--to", "gguf"]) == 1
