@@ -8,7 +8,7 @@ TORCH := "torch>=2.11,<2.14"
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install test test-slow test-clients check format clean
+.PHONY: help demo install test test-slow test-clients test-sanitizers bench-cpu check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,12 @@ test-slow: $(VENV)/.dev ## The demo from a fresh checkout, the wheel in a clean 
 
 test-clients: $(VENV)/.dev ## Suites that other people wrote, against a real server
 	$(BIN)/python -m pytest -m "clients"
+
+test-sanitizers: $(VENV)/.dev ## The native operations under address and undefined-behaviour sanitizers
+	$(BIN)/python -m pytest -m "slow" tests/test_ops_cpu_build.py
+
+bench-cpu: $(VENV)/.demo ## The native CPU operations against what this machine's memory and arithmetic allow
+	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-1000} $(BIN)/python -m model.ops.cpu.bench
 
 check: $(VENV)/.dev ## Lint, format, types
 	$(BIN)/ruff check .

@@ -130,3 +130,29 @@ def test_the_command_builds_for_a_named_cpu(small: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "argv", ["build", "--march", "native", "--out", str(tmp_path / "out")])
     assert build.main() == 0
     assert (tmp_path / "out" / build.prebuilt_name("native")).exists()
+
+
+@pytest.mark.slow
+def test_the_operations_are_clean_under_sanitizers(tmp_path: Path) -> None:
+    """Address and undefined behaviour: the whole of test_ops_cpu.py in a process that has the sanitizers loaded."""
+    try:
+        compiler = find_compiler()
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    names = ("libasan.so", "libubsan.so")
+    found = [
+        subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+        for name in names
+    ]
+    if not all(Path(library).is_absolute() for library in found):
+        pytest.skip(f"the compiler brings no sanitizers: {' '.join(names)}")
+    environment = os.environ | {
+        "LD_PRELOAD": " ".join(found),
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+        "ROPEWAY_CACHE": str(tmp_path),
+        "ROPEWAY_KERNELS_FLAGS": "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "tests/test_ops_cpu.py"]
+    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "skipped" not in done.stdout, done.stdout[-2000:]

@@ -46,21 +46,23 @@ void visible(const Problem& p, const Piece& piece, int64_t row, int64_t& first, 
     first = p.window && last > p.window ? last - p.window : 0;
 }
 
-// ---- one cut of one tile of rows -------------------------------------------------------------------------------------
-// Scores [CUT] -> weights 2^(score - top), zero outside [first, last).
+// ---- one cut of a piece ----------------------------------------------------------------------------------------------
+// Scores [CUT] -> weights 2^(score - top), zero outside [first, last). MASKED: not every key is inside.
+template <bool MASKED>
 void soften(float* s, int first, int last, float& top, float& total) {
     vi lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
+    auto seen = [&](int j) { return (lane + j >= first) & (lane + j < last); };
     vf best = splat(-__builtin_inff()), acc{};
     for (int j = 0; j < CUT; j += LANES) {
         vf x = load<vf>(s + j);
-        vi seen = (lane + j >= first) & (lane + j < last);
-        best = (seen & (x > best)) ? x : best;
+        best = (MASKED ? seen(j) & (x > best) : x > best) ? x : best;
     }
     top = largest(best);
+#pragma GCC unroll 4
     for (int j = 0; j < CUT; j += LANES) {
-        vi seen = (lane + j >= first) & (lane + j < last);
-        vf weight = seen ? exp2_of(load<vf>(s + j) - top) : vf{};
+        vf weight = exp2_of<true>(load<vf>(s + j) - top);
+        if (MASKED) weight = seen(j) ? weight : vf{};
         store(s + j, weight);
         acc += weight;
     }
@@ -71,42 +73,53 @@ struct Range {
     int first, last;
 };
 
-struct Cut {
-    const float *keys, *values;
-    int64_t start;
-};
-
 // Rows whose ranges differ go one by one, so that a weight of zero never meets a value the row must not see.
-void weigh(const Problem& p, const Cut& cut, const float* s, int rows, const Range* range, float* o) {
+void weigh(const Problem& p, const float* values, const float* s, int rows, const Range* range, float* o) {
     int64_t width = padded_head(p.d);
     bool whole = std::all_of(range, range + rows, [](Range r) { return r.first == 0 && r.last == CUT; });
     if (whole) {
-        strided_tile<float, CUT>(rows)(s, cut.values, CUT * PANEL, int(width / PANEL), CUT, o, width);
+        strided_tile<float, CUT>(rows)(s, values, CUT * PANEL, int(width / PANEL), CUT, o, width);
         return;
     }
     for (int r = 0; r < rows; r++) {
         int first = range[r].first, keys = std::max(0, range[r].last - first);
-        tile_panels<1, float, CUT, 1>(s + r * CUT + first, cut.values + first * PANEL, CUT * PANEL, int(width / PANEL),
+        tile_panels<1, float, false, CUT, 1>(s + r * CUT + first, values + first * PANEL, CUT * PANEL, int(width / PANEL),
                                       keys, o + r * width, width);
     }
 }
 
-void attend(const Problem& p, const Piece& piece, const Cut& cut, const float* q, Partial out) {
-    alignas(64) float s[MAX_ROWS * CUT];
-    int64_t width = padded_head(p.d);
-    for (int t = 0; t < tile_count(int(piece.rows)); t++) {
-        int start = tile_start(int(piece.rows), t), rows = tile_start(int(piece.rows), t + 1) - start;
-        interleaved_tile<float>(rows)(q + start * p.d, cut.keys, width * PANEL, CUT / PANEL, int(p.d), s, CUT);
-        Range range[MAX_ROWS];
-        for (int r = 0; r < rows; r++) {
+struct Scores {
+    float s[BLOCK_ROWS * CUT];
+    Range range[BLOCK_ROWS];
+};
+
+// Calls body(first row, rows) for every tile of the piece.
+template <class Body>
+void each_tile(const Piece& piece, Body body) {
+    int count = int(piece.rows);
+    for (int t = 0; t < tile_count(count); t++) body(tile_start(count, t), tile_start(count, t + 1) - tile_start(count, t));
+}
+
+void score(const Problem& p, const Piece& piece, int64_t start, const float* keys, const float* q, Scores& scores,
+           Partial out) {
+    each_tile(piece, [&](int row, int rows) {
+        interleaved_tile<float, false>(rows)(q + row * p.d, keys, padded_head(p.d) * PANEL, CUT / PANEL, int(p.d),
+                                      scores.s + row * CUT, CUT);
+        for (int r = row; r < row + rows; r++) {
             int64_t first, last;
-            visible(p, piece, piece.row + start + r, first, last);
-            range[r] = {int(std::clamp<int64_t>(first - cut.start, 0, CUT)),
-                        int(std::clamp<int64_t>(last - cut.start, 0, CUT))};
-            soften(s + r * CUT, range[r].first, range[r].last, out.top[start + r], out.total[start + r]);
+            visible(p, piece, piece.row + r, first, last);
+            Range seen{int(std::clamp<int64_t>(first - start, 0, CUT)), int(std::clamp<int64_t>(last - start, 0, CUT))};
+            auto softened = seen.first == 0 && seen.last == CUT ? soften<false> : soften<true>;
+            softened(scores.s + r * CUT, seen.first, seen.last, out.top[r], out.total[r]);
+            scores.range[r] = seen;
         }
-        weigh(p, cut, s, rows, range, out.o + start * width);
-    }
+    });
+}
+
+void gather(const Problem& p, const Piece& piece, const float* values, const Scores& scores, Partial out) {
+    each_tile(piece, [&](int row, int rows) {
+        weigh(p, values, scores.s + row * CUT, rows, scores.range + row, out.o + row * padded_head(p.d));
+    });
 }
 
 // ---- merging ---------------------------------------------------------------------------------------------------------
@@ -115,7 +128,7 @@ void merge(const Problem& p, int64_t rows, Partial into, Partial from) {
     for (int64_t r = 0; r < rows; r++) {
         if (from.total[r] == 0.0f) continue;  // nothing visible in this cut
         float top = std::max(into.top[r], from.top[r]);
-        vf keep = exp2_of(splat(into.top[r] - top)), take = exp2_of(splat(from.top[r] - top));
+        vf keep = exp2_of<true>(splat(into.top[r] - top)), take = exp2_of<true>(splat(from.top[r] - top));
         into.top[r] = top;
         into.total[r] = madd(splat(from.total[r]), take, splat(into.total[r]) * keep)[0];
         for (int64_t i = r * width; i < (r + 1) * width; i += LANES)
@@ -149,41 +162,44 @@ void write_out(const Problem& p, const Piece& piece, Partial state, Q* out) {
 // ---- pieces ----------------------------------------------------------------------------------------------------------
 template <class Q>
 void pack_queries(const Problem& p, const Piece& piece, const Q* q, float* out) {
-    for (int t = 0; t < tile_count(int(piece.rows)); t++) {
-        int start = tile_start(int(piece.rows), t), rows = tile_start(int(piece.rows), t + 1) - start;
+    each_tile(piece, [&](int start, int rows) {
         for (int r = 0; r < rows; r++) {
             const Q* row = q + head_index(p, piece, start + r) * p.d;
             for (int64_t i = 0; i < p.d; i++)
                 out[start * p.d + i * rows + r] = widen(row[i]) * (p.scale * 1.44269504088896341f);
         }
-    }
+    });
 }
 
 // Computes the piece's cuts; done(cut index, partial) follows each. place(index) says where a partial goes.
 template <class Q, class KV, class Place, class Done>
 void run(const Problem& p, const Piece& piece, const Q* q, const KV* k, const KV* v, float* space, Place place,
          Done done) {
-    float *packed = space, *keys = packed + piece.rows * p.d, *values = keys + CUT * padded_head(p.d);
-    Pages<KV> pages{k, p.page_table + piece.sequence * p.table_width, p.page_stride, p.page_size, p.d};
+    float *packed = space, *panels = packed + BLOCK_ROWS * p.d;  // keys, then values: together they would not fit in L1
+    Scores scores;
+    Pages<KV> pages{k, v, p.page_table + piece.sequence * p.table_width, p.page_stride, p.page_size, p.d};
     int64_t first, last, unused;
     visible(p, piece, piece.row, first, unused);
     visible(p, piece, piece.row + piece.rows - 1, unused, last);
     pack_queries(p, piece, q, packed);
+    CutRows<KV> rows[2];  // this cut's and the next one's
+    pages.find(piece.kv_head, piece.cut * CUT, first, last, rows[piece.cut % 2]);
     for (int64_t c = piece.cut; c < piece.last_cut; c++) {
-        const KV* rows[CUT];
-        pages.data = k;
-        pages.rows(piece.kv_head, c * CUT, first, last, rows);
-        pack_keys(rows, p.d, keys);
-        pages.data = v;
-        pages.rows(piece.kv_head, c * CUT, first, last, rows);
-        pack_values(rows, p.d, values);
+        const CutRows<KV>&here = rows[c % 2], &next = rows[(c + 1) % 2];
+        if (c + 1 < piece.last_cut)
+            pages.find(piece.kv_head, (c + 1) * CUT, first, last, rows[(c + 1) % 2]);
+        else
+            rows[(c + 1) % 2] = here;
         Partial partial = place(c - piece.cut);
-        attend(p, piece, {keys, values, c * CUT}, packed, partial);
+        pack_keys(here.k, next.k, p.d, panels);
+        score(p, piece, c * CUT, panels, packed, scores, partial);
+        pack_values(here.v, next.v, p.d, panels);
+        gather(p, piece, panels, scores, partial);
         done(partial);
     }
 }
 
-size_t run_floats(const Problem& p) { return BLOCK_ROWS * p.d + 2 * CUT * padded_head(p.d); }
+size_t run_floats(const Problem& p) { return BLOCK_ROWS * p.d + CUT * padded_head(p.d); }
 
 std::vector<Piece> pieces_of(const Problem& p) {
     std::vector<Piece> pieces;

@@ -10,26 +10,37 @@
 constexpr int CUT = 64;  // KV_CUT of model/ops/interface.py
 
 
+// Where the rows of a cut lie; a row of zeros for a token that is not to be read.
+template <class T>
+struct CutRows {
+    const T *k[CUT], *v[CUT];
+};
+
 template <class T>
 struct Pages {
-    const T* data;         // [num_pages, kv_heads, page_size, d], pages page_stride elements apart
+    const T *k, *v;        // [num_pages, kv_heads, page_size, d], pages page_stride elements apart
     const int32_t* table;  // the pages of one sequence
     int64_t page_stride, page_size, d;
 
-    // The rows of tokens [start, start + CUT) of one head; a row of zeros for those outside [first, last).
-    void rows(int64_t kv_head, int64_t start, int64_t first, int64_t last, const T** out) const {
+    // The rows of tokens [start, start + CUT) of one head that are in [first, last).
+    void find(int64_t kv_head, int64_t start, int64_t first, int64_t last, CutRows<T>& out) const {
         static const T zeros[MAX_HEAD] = {};
+        int64_t page = start / page_size, offset = start % page_size;
         for (int j = 0; j < CUT; j++) {
-            int64_t token = start + j;
-            if (token < first || token >= last) {
-                out[j] = zeros;
-                continue;
-            }
-            int64_t page = table[token / page_size], offset = token % page_size;
-            out[j] = data + page * page_stride + (kv_head * page_size + offset) * d;
+            bool held = start + j >= first && start + j < last;
+            int64_t at = held ? table[page] * page_stride + (kv_head * page_size + offset) * d : 0;
+            out.k[j] = held ? k + at : zeros;
+            out.v[j] = held ? v + at : zeros;
+            if (++offset == page_size) page++, offset = 0;
         }
     }
 };
+
+// Asks for a row of d elements that will be read a cut later.
+template <class T>
+static inline void prefetch_row(const T* row, int64_t d) {
+    for (int64_t i = 0; i < d; i += int64_t(64 / sizeof(T))) __builtin_prefetch(row + i, 0, 2);
+}
 
 // ---- a square of words turned over in registers ----------------------------------------------------------------------
 template <int H, int... I>
@@ -70,9 +81,10 @@ static inline void put_word(vu word, float* at, const bf16*) {
 static inline int64_t padded_head(int64_t d) { return (d + PANEL - 1) / PANEL * PANEL; }
 
 template <class T>
-static void pack_keys(const T* const* rows, int64_t d, float* keys) {
+static void pack_keys(const T* const* rows, const T* const* next, int64_t d, float* keys) {
     constexpr int PER_WORD = 4 / sizeof(T);
-    for (int j = 0; j < CUT; j += LANES)
+    for (int j = 0; j < CUT; j += LANES) {
+        for (int key = 0; key < LANES; key++) prefetch_row(next[j + key], d);
         for (int64_t i = 0; i < d; i += LANES * PER_WORD) {
             vu square[LANES];
 #pragma GCC unroll 16
@@ -82,14 +94,23 @@ static void pack_keys(const T* const* rows, int64_t d, float* keys) {
 #pragma GCC unroll 16
             for (int w = 0; w < LANES; w++) put_word(square[w], at + w * PER_WORD * PANEL, rows[0]);
         }
+    }
 }
 
 template <class T>
-static void pack_values(const T* const* rows, int64_t d, float* values) {
-    for (int64_t i = 0; i < d; i += PANEL)
-        for (int j = 0; j < CUT; j++) {
-            float* at = values + (i * CUT + int64_t(j) * PANEL);
-            store(at, load_at(rows[j], int(i), int(d)));
-            store(at + LANES, load_at(rows[j], int(i) + LANES, int(d)));
+static void pack_values(const T* const* rows, const T* const* next, int64_t d, float* values) {
+    for (int j = 0; j < CUT; j++) {
+        prefetch_row(next[j], d);
+        const T* row = rows[j];
+        float* at = values + int64_t(j) * PANEL;
+        int64_t i = 0;
+        for (; i + PANEL <= d; i += PANEL, at += CUT * PANEL) {
+            store(at, load_f32(row + i));
+            store(at + LANES, load_f32(row + i + LANES));
         }
+        if (i < d) {
+            store(at, load_at(row, int(i), int(d)));
+            store(at + LANES, load_at(row, int(i) + LANES, int(d)));
+        }
+    }
 }

@@ -72,7 +72,7 @@ void block(const X* x, const W* w, const float* bias, Y* y, Shape s, int m, int 
         int columns = int(s.n - column < panels * PANEL ? s.n - column : panels * PANEL);
         for (int t = 0; t < tile_count(m); t++) {
             int start = tile_start(m, t), rows = tile_start(m, t + 1) - start;
-            interleaved_tile<W>(rows)(packed + start * s.k, w + column * s.k, s.k * PANEL, panels, int(s.k), c,
+            interleaved_tile<W, true>(rows)(packed + start * s.k, w + column * s.k, s.k * PANEL, panels, int(s.k), c,
                                       GROUP * PANEL);
             finish(c, rows, columns, bias ? bias + column : nullptr, y + start * s.n + column, s.n, GROUP * PANEL);
         }

@@ -10,6 +10,7 @@
 #include "vec.h"
 
 constexpr int PANEL = 2 * LANES;
+constexpr int AHEAD = 4096;  // bytes: how far ahead of its use a weight that comes from memory is asked for
 constexpr int MAX_ROWS = REGISTERS == 32 ? 12 : 6;  // 2 accumulators a row, two weight vectors, one broadcast
 
 // How many panels a tile takes at once: enough accumulators to hide the latency of the multiply-add.
@@ -29,9 +30,8 @@ static inline void load_step(const bf16* panel, int k, vf& lo, vf& hi) {
     hi = (vf)(both & 0xffff0000u);
 }
 
-// c[r][p * PANEL + j] = sum over k of x[r * row_step + k * k_step] * panel p's (k, j). row_step 0 means k_step = ROWS
-// and row_step = 1: an interleaved tile.
-template <int ROWS, int PANELS, class W, int ROW_STEP, int K_STEP>
+// c[r][p * PANEL + j] = sum over k of x[r * ROW_STEP + k * K_STEP] * panel p's (k, j). FAR: the panels lie in memory.
+template <int ROWS, int PANELS, class W, bool FAR, int ROW_STEP, int K_STEP>
 __attribute__((noinline)) static void tile(const float* x, const W* w, size_t panel_stride, int k_len, float* c,
                                            size_t c_stride) {
     vf acc[ROWS][PANELS][2] = {};
@@ -39,6 +39,7 @@ __attribute__((noinline)) static void tile(const float* x, const W* w, size_t pa
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++) {
             vf lo, hi;
+            if (FAR) __builtin_prefetch(w + p * panel_stride + size_t(k) * PANEL + AHEAD / sizeof(W), 0, 3);
             load_step(w + p * panel_stride, k, lo, hi);
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; r++) {
@@ -58,15 +59,15 @@ __attribute__((noinline)) static void tile(const float* x, const W* w, size_t pa
 }
 
 // All panels of one tile of rows, several at a time.
-template <int ROWS, class W, int ROW_STEP, int K_STEP>
+template <int ROWS, class W, bool FAR, int ROW_STEP, int K_STEP>
 static void tile_panels(const float* x, const W* w, size_t panel_stride, int panels, int k_len, float* c,
                         size_t c_stride) {
     constexpr int AT_ONCE = panels_for(ROWS);
     int p = 0;
     for (; p + AT_ONCE <= panels; p += AT_ONCE)
-        tile<ROWS, AT_ONCE, W, ROW_STEP, K_STEP>(x, w + p * panel_stride, panel_stride, k_len, c + p * PANEL, c_stride);
+        tile<ROWS, AT_ONCE, W, FAR, ROW_STEP, K_STEP>(x, w + p * panel_stride, panel_stride, k_len, c + p * PANEL, c_stride);
     for (; p < panels; p++)
-        tile<ROWS, 1, W, ROW_STEP, K_STEP>(x, w + p * panel_stride, panel_stride, k_len, c + p * PANEL, c_stride);
+        tile<ROWS, 1, W, FAR, ROW_STEP, K_STEP>(x, w + p * panel_stride, panel_stride, k_len, c + p * PANEL, c_stride);
 }
 
 // ---- choosing the height at run time -------------------------------------------------------------------------------
@@ -74,17 +75,17 @@ template <class W>
 using TileFn = void (*)(const float*, const W*, size_t, int, int, float*, size_t);
 
 // x interleaved: [k][rows].
-template <class W, int ROWS = MAX_ROWS>
+template <class W, bool FAR, int ROWS = MAX_ROWS>
 static TileFn<W> interleaved_tile(int rows) {
-    if (rows == ROWS) return tile_panels<ROWS, W, 1, ROWS>;
-    if constexpr (ROWS > 1) return interleaved_tile<W, ROWS - 1>(rows);
+    if (rows == ROWS) return tile_panels<ROWS, W, FAR, 1, ROWS>;
+    if constexpr (ROWS > 1) return interleaved_tile<W, FAR, ROWS - 1>(rows);
     return nullptr;
 }
 
 // x by rows, ROW_STEP floats apart.
 template <class W, int ROW_STEP, int ROWS = MAX_ROWS>
 static TileFn<W> strided_tile(int rows) {
-    if (rows == ROWS) return tile_panels<ROWS, W, ROW_STEP, 1>;
+    if (rows == ROWS) return tile_panels<ROWS, W, false, ROW_STEP, 1>;
     if constexpr (ROWS > 1) return strided_tile<W, ROW_STEP, ROWS - 1>(rows);
     return nullptr;
 }

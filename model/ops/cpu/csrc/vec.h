@@ -71,7 +71,15 @@ static inline float widen(bf16 x) {
 }
 
 static inline vf load_f32(const float* p) { return load<vf>(p); }
-static inline vf load_f32(const bf16* p) { return (vf)(__builtin_convertvector(load<vh>(p), vu) << 16); }
+static inline vf load_f32(const bf16* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16);
+#elif defined(__AVX2__)
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(p)), 16);
+#else
+    return (vf)(__builtin_convertvector(load<vh>(p), vu) << 16);
+#endif
+}
 
 static inline void store_f32(float* p, vf x) { store(p, x); }
 
@@ -134,23 +142,21 @@ static inline float largest(vf x) {
     return best;
 }
 
-// 2^x, relative error below 2e-7; below 2^-126 zero, above 2^127 infinity, NaN stays NaN.
+// 2^x for -126 <= x <= 127, relative error below 2e-7; beyond, the value at the end. NaN stays NaN.
+// NEGATIVE: x is known not to be above 127.
+template <bool NEGATIVE = false>
 static inline vf exp2_of(vf x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
-    vf clamped = x < -126.0f ? splat(-126.0f) : x;
-    clamped = clamped > 127.0f ? splat(127.0f) : clamped;
-    vf shifted = clamped + magic;
-    vf f = clamped - (shifted - magic);  // -0.5 .. 0.5
-    vf p = splat(1.525273380405984e-5f);
-    p = madd(p, f, splat(1.5403530393381608e-4f));
+    x = x < -126.0f ? splat(-126.0f) : x;
+    if (!NEGATIVE) x = x > 127.0f ? splat(127.0f) : x;
+    vf shifted = x + magic;
+    vf f = x - (shifted - magic);  // -0.5 .. 0.5
+    vf p = splat(1.5403530393381608e-4f);
     p = madd(p, f, splat(1.3333558146428443e-3f));
     p = madd(p, f, splat(9.618129107628477e-3f));
     p = madd(p, f, splat(5.550410866482158e-2f));
     p = madd(p, f, splat(2.402265069591007e-1f));
     p = madd(p, f, splat(6.931471805599453e-1f));
     p = madd(p, f, splat(1.0f));
-    vf scale = (vf)(((vi)shifted - 0x4b400000 + 127) << 23);
-    vf result = p * scale;
-    result = x < -126.0f ? vf{} : result;
-    return x > 127.5f ? splat(__builtin_inff()) : result;
+    return p * (vf)(((vu)shifted << 23) + (127u << 23));  // the low bits of magic vanish
 }
