@@ -30,11 +30,20 @@ from server.engine.views import VIEWS
 
 NAN = "no token could be sampled: the model produced NaN or infinite logits (or the request rules out every token)"
 
+KV_RESIDENT_INTERVAL_NS = 1_000_000_000
+"""Asking the system about each of a million pages takes milliseconds: once a second at most."""
+
 
 class Engine:
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, info: EngineInfo, clock: Callable[[], int] = time.monotonic_ns
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        info: EngineInfo,
+        clock: Callable[[], int] = time.monotonic_ns,
+        kv_resident: Callable[[], int] | None = None,
     ) -> None:
+        """kv_resident measures how much of the pool is in memory; without it, all that was allocated counts."""
         self.scheduler = scheduler
         self.tables = scheduler.tables
         self.info = info
@@ -44,6 +53,7 @@ class Engine:
         self._launched: tuple[StepPlan, Pending] | None = None
         self._rows: list[Row] = []
         self._resident = ResidentMemory()
+        self._kv_resident = ResidentMemory(kv_resident or (lambda: info.kv_bytes_allocated), KV_RESIDENT_INTERVAL_NS)
         self._steps = self._prompt_tokens = self._generation_tokens = self._nan_rows = 0
 
     @property
@@ -88,7 +98,14 @@ class Engine:
         if query.kind not in VIEWS:
             return Answer(query.id, error=f"unknown query {query.kind!r}: one of {', '.join(sorted(VIEWS))}")
         self.tables.advance(self._clock())
-        return Answer(query.id, VIEWS[query.kind](self.scheduler))
+        return Answer(query.id, VIEWS[query.kind](self))
+
+    def kv_resident_bytes(self) -> int:
+        """Bytes of the pool that the system holds in memory, as last measured."""
+        return self._kv_resident.read(self._clock())
+
+    def rss_bytes(self) -> int:
+        return self._resident.read(self._clock())
 
     # ---- one step -----------------------------------------------------------------------------------------
 
@@ -104,7 +121,7 @@ class Engine:
             self._collect(*due)
         rows, self._rows = tuple(self._rows), []
         assert rows or due or plan.rows or not self._requests, "nothing runs, yet requests wait"
-        return StepOutput(rows, self._stats(plan, started))
+        return StepOutput(rows, self._stats(plan, started), self.tables.take_changes())
 
     def _note_admission(self, request: Request, now: int) -> None:
         """Forked choices begin with the request's first one."""
@@ -288,6 +305,9 @@ class Engine:
             step_seconds=(now - started) / 1e9,
             rss_bytes=self._resident.read(now),
             resident_kv_bytes=sum(pool.touched * pool.page_bytes for pool in pools),
+            active_bytes=sum(pool.page_bytes * pool.num_active for pool in pools),
+            cached_bytes=sum(pool.page_bytes * pool.num_cached for pool in pools),
+            now_ns=now,
         )
 
     def check_integrity(self) -> None:

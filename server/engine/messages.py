@@ -188,6 +188,14 @@ class EngineStats:
     step_seconds: float = 0.0
     rss_bytes: int = 0
     resident_kv_bytes: int = 0
+    active_bytes: int = 0
+    cached_bytes: int = 0
+    now_ns: int = 0
+
+    def byte_ns_at(self, now_ns: int) -> tuple[int, int]:
+        """Byte-nanoseconds of active and of cached pages at now_ns (time.monotonic_ns), had nothing changed since."""
+        elapsed = max(0, now_ns - self.now_ns) if self.now_ns else 0
+        return self.active_byte_ns + elapsed * self.active_bytes, self.cached_byte_ns + elapsed * self.cached_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +211,7 @@ class EngineInfo:
     """Facts that hold for the life of the engine. Bytes of the pool: predicted by arithmetic, then allocated.
 
     mixed_chunk: prompt tokens in a step that also decodes, measured at the start; None where only the budget bounds it.
+    capacity_tokens: tokens the pool can keep. token_bytes: bytes of one token in all layers.
     """
 
     vocab_size: int
@@ -229,6 +238,8 @@ class EngineInfo:
     phases: tuple[tuple[str, float], ...] = ()
     warnings: tuple[str, ...] = ()
     mixed_chunk: int | None = None
+    capacity_tokens: int = 0
+    token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +249,18 @@ class Ready:
     info: EngineInfo
 
 
+KvChange = tuple[int, int, int, int, str, str]
+"""A page that changed hands: (group, page, references after, 1 taken | 0 given back and gone | -1 given back and kept
+for reuse once nobody refers to it, id of the request that took or gave it, its tenant)."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One message a step: everything that happened in it."""
+    """One message a step: everything that happened in it, page changes in order."""
 
     rows: tuple[Row, ...]
     stats: EngineStats = field(default_factory=EngineStats)
-    kv_delta: tuple[tuple[int, ...], ...] = ()
+    kv_delta: tuple[KvChange, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterator
 
 from model.kv_cost import KVLayout
+from server.engine.messages import KvChange
 from server.engine.pages import PagePool
 from server.engine.request import Sequence
 
@@ -28,6 +29,7 @@ class PageTables:
         self.windows = [group.window for group in layout.groups]
         self.pools = [PagePool(count, layout.page_bytes(group), now_ns) for group, count in enumerate(num_pages)]
         self._max_chunk = max_chunk
+        self._changes: list[KvChange] = []
 
     # ---- how much is needed -------------------------------------------------------------------------------
 
@@ -220,6 +222,7 @@ class PageTables:
         sequence.byte_ns -= pool.page_bytes * pool.held(page)
         sequence.pages_held += 1
         sequence.bytes_held += pool.page_bytes
+        self._note_change(sequence, group, page, 1)
 
     def _lose(self, sequence: Sequence, group: int, page: int) -> None:
         pool = self.pools[group]
@@ -227,6 +230,16 @@ class PageTables:
         sequence.pages_held -= 1
         sequence.bytes_held -= pool.page_bytes
         pool.release(page)
+        self._note_change(sequence, group, page, -1 if pool.keeps(page) else 0)
+
+    def _note_change(self, sequence: Sequence, group: int, page: int, kind: int) -> None:
+        request = sequence.request
+        self._changes.append((group, page, self.pools[group].references[page], kind, request.id, request.tenant))
+
+    def take_changes(self) -> tuple[KvChange, ...]:
+        """Pages that changed hands since the last call, in order."""
+        changes, self._changes = tuple(self._changes), []
+        return changes
 
     def _note_peak(self, sequence: Sequence) -> None:
         sequence.peak_pages = max(sequence.peak_pages, sequence.pages_held)

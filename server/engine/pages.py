@@ -112,6 +112,10 @@ class PagePool:
         """Longest idle first: the order of eviction."""
         return list(self._cached)
 
+    def keeps(self, page: int) -> bool:
+        """Nobody holds it and its content can still be found."""
+        return page in self._cached
+
     def is_cached(self, page: int) -> bool:
         return self.references[page] == 0
 

@@ -1,9 +1,11 @@
-"""Resident memory of this process, read often and asked of the system seldom.
+"""Resident memory, read often and asked of the system seldom.
 
 Knows nothing of pages or requests.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from model.memory import rss_bytes
 
@@ -11,13 +13,14 @@ INTERVAL_NS = 100_000_000
 
 
 class ResidentMemory:
-    """The last reading, renewed at most every 100 ms."""
+    """The last measurement (of this process, if not told otherwise), renewed at most every interval_ns."""
 
-    def __init__(self) -> None:
+    def __init__(self, measure: Callable[[], int] = rss_bytes, interval_ns: int = INTERVAL_NS) -> None:
+        self._measure, self._interval_ns = measure, interval_ns
         self._bytes = 0
         self._read_ns: int | None = None
 
     def read(self, now_ns: int) -> int:
-        if self._read_ns is None or now_ns - self._read_ns >= INTERVAL_NS:
-            self._bytes, self._read_ns = rss_bytes(), now_ns
+        if self._read_ns is None or now_ns - self._read_ns >= self._interval_ns:
+            self._bytes, self._read_ns = self._measure(), now_ns
         return self._bytes

@@ -17,7 +17,7 @@ import torch
 from model.config import ConfigError, ModelConfig, load_config
 from model.decoder import Decoder
 from model.kv_cache import KVCache
-from model.kv_cost import SCRATCH_PAGES, KVLayout, layout_for, pages_for_sequences, pages_in_budget
+from model.kv_cost import SCRATCH_PAGES, KVLayout, capacity_tokens, layout_for, pages_for_sequences, pages_in_budget
 from model.memory import available_bytes, default_pool_bytes, resident_bytes, rss_bytes
 from model.ops.interface import Ops
 from model.ops.select import ops_for
@@ -75,7 +75,7 @@ class Machine:
             self.kv.layout, self.kv.num_pages, limits.max_num_batched_tokens, config.prefix_caching, time.monotonic_ns()
         )
         runner = ModelRunner(self.decoder, self.kv, self.ops, self.model.vocab_size, self.device, self.overlaps)
-        return Engine(Scheduler(limits, tables), runner, info)
+        return Engine(Scheduler(limits, tables), runner, info, kv_resident=lambda: kv_resident_bytes(self.kv))
 
     def info(self, phases: Phases) -> EngineInfo:
         layout, limits = self.kv.layout, self.limits
@@ -104,6 +104,8 @@ class Machine:
             mixed_chunk=limits.mixed_chunk,
             phases=tuple(phases.seconds),
             warnings=self.warnings,
+            capacity_tokens=capacity_tokens(layout, self.kv.num_pages),
+            token_bytes=layout.token_bytes,
         )
 
 
