@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from server import errors
 from server.middleware import Gate
-from server.routes import health, openai
+from server.routes import health, kv, openai
 from server.service import Service
 
 
@@ -19,6 +19,6 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(title="Ropeway", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     errors.install(app)
-    for routes in (health.router, openai.router):
+    for routes in (health.router, kv.router, openai.router):
         app.include_router(routes)
     return Gate(app, service.config, service.metrics.rejected)

@@ -202,7 +202,7 @@ class EngineClient:
             case StepOutput():
                 self._deliver(message)
             case Ready(info):
-                self.info = info
+                self.info, self.stats = info, info.stats_at_start()
                 if not self._ready.done():
                     self._ready.set_result(info)
             case Progress():

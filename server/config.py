@@ -75,6 +75,7 @@ class ServeConfig:
     tensor_parallel_size: int = option(1, "devices that share each layer", int, at_least=1)
     served_model_name: tuple[str, ...] = option((), "name in the API, repeatable; the first one is reported")
     api_key: tuple[str, ...] = option((), "key that callers must send, repeatable; none leaves the server open")
+    admin_api_key: tuple[str, ...] = option((), "key that also shows other tenants' requests under /kv, repeatable")
     metrics_need_key: bool = option(False, "ask for the key on /metrics as well", parse_flag)
     strict_params: bool = option(False, "refuse unknown request fields instead of warning", parse_flag)
     generation_defaults: bool = option(True, "sampling defaults from the model's generation_config.json", parse_flag)

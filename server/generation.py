@@ -6,7 +6,7 @@ Knows tokens and text, no JSON shapes: routes turn deltas into the format of the
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
 from server.engine.messages import Row, SamplingParams, Submit, TokenLogprob
@@ -151,6 +151,10 @@ class Generation:
             for index, (submit, prompt) in enumerate(zip(self.submits, prompts, strict=True))
             for choice in range(n)
         }
+
+    def set_tenant(self, tenant: str) -> None:
+        """Whose requests these are, for fair queueing and the KV accounts."""
+        self.submits = [replace(submit, tenant=tenant) for submit in self.submits]
 
     @property
     def completion_tokens(self) -> int:

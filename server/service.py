@@ -14,8 +14,9 @@ from pathlib import Path
 from server.chat_template import ChatTemplate, load_template
 from server.client import EngineClient, EngineDeadError
 from server.config import ServeConfig
-from server.engine.messages import EngineConfig, EngineInfo, Progress
+from server.engine.messages import EngineConfig, EngineInfo, Progress, StepOutput
 from server.errors import ApiError
+from server.kv_live import KvLive
 from server.metrics import Metrics
 from server.sampling import ModelLimits, sampling_defaults
 from server.tokenizer import Tokenizer
@@ -41,6 +42,7 @@ class Service:
         self.names: tuple[str, ...] = config.served_model_name or default_names(config.model)
         self.metrics = Metrics(self.names[0], lambda: self.client)
         self.client: EngineClient | None = None
+        self.kv: KvLive | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self._prepare, self._make_client = prepare, make_client
 
@@ -60,11 +62,17 @@ class Service:
         self.template: ChatTemplate | None = load_template(folder, self.tokenizer.control, names)
         self.client = self._make_client(self.config.engine_config(str(folder)))
         self.client.on_progress, self.client.on_death = self._show, self.fail
-        self.client.on_step = self.metrics.observe_step
         info = await self.client.start()
+        self.kv = KvLive(self.client, info, lambda: self.draining or self.failure is not None)
+        self.client.on_step = self._observe
         defaults = sampling_defaults(folder) if self.config.generation_defaults else {}
         self.limits = ModelLimits(info.vocab_size, info.max_model_len, self.tokenizer, defaults)
         self._show(Progress("ready"))
+
+    def _observe(self, output: StepOutput) -> None:
+        self.metrics.observe_step(output)
+        if self.kv is not None:
+            self.kv.observe(output)
 
     def _show(self, progress: Progress) -> None:
         self.phase, self.detail = progress.phase, progress.detail

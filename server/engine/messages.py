@@ -241,6 +241,14 @@ class EngineInfo:
     capacity_tokens: int = 0
     token_bytes: int = 0
 
+    def stats_at_start(self) -> EngineStats:
+        """What holds until the first step: every page is free."""
+        return EngineStats(
+            pages_free=sum(self.num_pages) - len(self.num_pages),
+            rss_bytes=self.rss_bytes,
+            resident_kv_bytes=self.kv_bytes_resident,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -249,9 +257,11 @@ class Ready:
     info: EngineInfo
 
 
-KvChange = tuple[int, int, int, int, str, str]
-"""A page that changed hands: (group, page, references after, 1 taken | 0 given back and gone | -1 given back and kept
-for reuse once nobody refers to it, id of the request that took or gave it, its tenant)."""
+KvEvent = Literal["new", "found", "left", "kept"]
+"""What happened to a page: taken to be written; taken with its content; given back; given back by its last holder, and
+kept with its content for prompts that begin alike."""
+KvChange = tuple[int, int, KvEvent, str, str]
+"""(group, page, what, id of the request that took or gave it, its tenant)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator
 
 from model.kv_cost import KVLayout
-from server.engine.messages import KvChange
+from server.engine.messages import KvChange, KvEvent
 from server.engine.pages import PagePool
 from server.engine.request import Sequence
 
@@ -150,7 +150,7 @@ class PageTables:
         for group, table in enumerate(tables):
             for page in table[sequence.first_live[group] :]:
                 self.pools[group].share(page)
-                self._gain(sequence, group, page)
+                self._gain(sequence, group, page, "found")
         self._note_peak(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -177,7 +177,7 @@ class PageTables:
             for _ in range(growth):
                 page = pool.allocate()
                 sequence.pages[group].append(page)
-                self._gain(sequence, group, page)
+                self._gain(sequence, group, page, "new")
         sequence.shares_tail = False
         sequence.writable = len(sequence.pages[0]) * self.page_size
         self._note_peak(sequence)
@@ -196,7 +196,7 @@ class PageTables:
             copies[group].append((table[tail], copy))
             self._lose(sequence, group, table[tail])
             table[tail] = copy
-            self._gain(sequence, group, copy)
+            self._gain(sequence, group, copy, "new")
 
     def _drop_unseen(self, sequence: Sequence) -> None:
         """Give back pages that no later token can see."""
@@ -217,12 +217,12 @@ class PageTables:
         sequence.num_computed = sequence.num_registered = sequence.writable = 0
         sequence.shares_tail = False
 
-    def _gain(self, sequence: Sequence, group: int, page: int) -> None:
+    def _gain(self, sequence: Sequence, group: int, page: int, event: KvEvent) -> None:
         pool = self.pools[group]
         sequence.byte_ns -= pool.page_bytes * pool.held(page)
         sequence.pages_held += 1
         sequence.bytes_held += pool.page_bytes
-        self._note_change(sequence, group, page, 1)
+        self._changes.append((group, page, event, sequence.request.id, sequence.request.tenant))
 
     def _lose(self, sequence: Sequence, group: int, page: int) -> None:
         pool = self.pools[group]
@@ -230,11 +230,8 @@ class PageTables:
         sequence.pages_held -= 1
         sequence.bytes_held -= pool.page_bytes
         pool.release(page)
-        self._note_change(sequence, group, page, -1 if pool.keeps(page) else 0)
-
-    def _note_change(self, sequence: Sequence, group: int, page: int, kind: int) -> None:
-        request = sequence.request
-        self._changes.append((group, page, self.pools[group].references[page], kind, request.id, request.tenant))
+        event: KvEvent = "kept" if pool.keeps(page) else "left"
+        self._changes.append((group, page, event, sequence.request.id, sequence.request.tenant))
 
     def take_changes(self) -> tuple[KvChange, ...]:
         """Pages that changed hands since the last call, in order."""

@@ -70,6 +70,7 @@ async def answer(request: Request, body: Any, begin: Callable[[Service, Any, str
         warnings = read_warnings(service, body)
         reply = await begin(service, body, request.state.request_id)
         reply.generation.warnings += warnings
+        reply.generation.set_tenant(request.state.caller.tenant)
         deltas = reply.generation.deltas(client, body.timeout, body.queue_timeout)
         if body.stream:
             cut_off = partial(reply.generation.cut_off, client)
