@@ -90,7 +90,7 @@ class KvLive:
 
     def observe(self, output: StepOutput) -> None:
         """Fold what a step changed."""
-        self._map.apply(output.kv_delta, time.time_ns() // 1_000_000)
+        self._map.apply(output.kv_delta, int(time.time()))
 
     async def summary(self) -> View:
         return summary(await self._summary.ask(), self._info)

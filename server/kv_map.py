@@ -15,7 +15,7 @@ from server.engine.messages import KvChange, KvEvent
 
 KEPT = -1
 """In the place of a reference count: nobody holds the page, and its content is kept for prompts that begin alike."""
-RUN_FIELDS = ("page", "count", "references", "held_by", "hits", "since_ms")
+RUN_FIELDS = ("page", "count", "references", "held_by", "hits", "since")
 Cells = dict[int, Iterable[int]]
 """Pages by group, ascending."""
 
@@ -24,15 +24,15 @@ Cells = dict[int, Iterable[int]]
 class Page:
     """holders: (request id, tenant), one entry a reference. hits: times its content spared a computation.
 
-    since_ms: when it became held, kept or free (milliseconds of the Unix epoch, 0: never used).
+    since: when it became held, kept or free (whole seconds of the Unix epoch, so that neighbours agree; 0: never used).
     """
 
     holders: list[tuple[str, str]] = field(default_factory=list)
     is_kept: bool = False
     hits: int = 0
-    since_ms: int = 0
+    since: int = 0
 
-    def change(self, event: KvEvent, holder: tuple[str, str], now_ms: int) -> None:
+    def change(self, event: KvEvent, holder: tuple[str, str], now_s: int) -> None:
         was_held = bool(self.holders)
         if event in ("new", "found"):
             self.hits = self.hits + 1 if event == "found" else 0
@@ -41,7 +41,7 @@ class Page:
             self.holders.remove(holder)
         self.is_kept = event == "kept"
         if was_held != bool(self.holders):
-            self.since_ms = now_ms
+            self.since = now_s
 
     @property
     def references(self) -> int:
@@ -55,9 +55,9 @@ class PageMap:
         self._groups = [[Page() for _ in range(count)] for count in num_pages]
         self._changed: set[tuple[int, int]] = set()
 
-    def apply(self, changes: Iterable[KvChange], now_ms: int) -> None:
+    def apply(self, changes: Iterable[KvChange], now_s: int) -> None:
         for group, page, event, request_id, tenant in changes:
-            self._groups[group][page].change(event, (request_id, tenant), now_ms)
+            self._groups[group][page].change(event, (request_id, tenant), now_s)
             self._changed.add((group, page))
 
     def take_changed(self) -> Cells:
@@ -86,7 +86,7 @@ class PageMap:
             page = self._groups[group][number]
             ids = tuple(id if caller.sees(tenant) else None for id, tenant in page.holders)
             held_by = holders.setdefault(ids, len(holders)) if ids else -1
-            cell = [page.references, held_by, page.hits, page.since_ms]
+            cell = [page.references, held_by, page.hits, page.since]
             if runs and runs[-1][0] + runs[-1][1] == number and runs[-1][2:] == cell:
                 runs[-1][1] += 1
             else:
