@@ -169,10 +169,11 @@ vllm:kv_cache_usage_perc{engine="0",model_name="a b"} 0.25
 vllm:num_preemptions_total{engine="0"} 3
 vllm:num_preemptions_total{engine="1"} 4
 vllm:cache_config_info{block_size="16",num_gpu_blocks="100",x="y"} 1.0
-ropeway_kv_pool_bytes 1048576
+ropeway_kv_pool_bytes{kind="predicted"} 1
+ropeway_kv_pool_bytes{kind="allocated",engine="0"} 1048576
 """
     values = parse_metrics(text)
     assert values["vllm:kv_cache_usage_perc"] == 0.25
     assert values["vllm:num_preemptions_total"] == 7
     assert (values["block_size"], values["num_gpu_blocks"]) == (16, 100)
-    assert values["ropeway_kv_pool_bytes"] == 1048576
+    assert values["ropeway_kv_pool_bytes[allocated]"] == 1048576

@@ -15,6 +15,7 @@ from server.loadtest.http import HttpClient, HttpError
 
 KEEP = 1000
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})?\s+(\S+)")
+PART = re.compile(r'\b(?:kind|state)="([^"]*)"')
 GAUGES = {
     "usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
     "running": ("vllm:num_requests_running",),
@@ -25,18 +26,21 @@ COUNTERS = {
     "hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
     "queries": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
 }
-POOL_BYTES = ("ropeway_kv_pool_bytes",)
+POOL_BYTES = ("ropeway_kv_pool_bytes[allocated]",)
+BYTE_SECONDS = ("ropeway_kv_byte_seconds_total[active]",)
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Sums over label sets by name; block size and count from the labels of `cache_config_info`."""
+    """Sums over label sets by name, and by `name[x]` where a label kind or state is x; the block size and count."""
     values: dict[str, float] = {}
     for line in text.splitlines():
         found = SAMPLE.match(line)
         if not found:
             continue
         name, labels, value = found.groups()
-        values[name] = values.get(name, 0.0) + float(value)
+        part = PART.search(labels or "")
+        for key in (name, f"{name}[{part[1]}]") if part else (name,):
+            values[key] = values.get(key, 0.0) + float(value)
         if name.endswith("cache_config_info"):
             for label in ("block_size", "num_gpu_blocks"):
                 number = re.search(rf'{label}="(\d+)"', labels or "")
@@ -90,14 +94,14 @@ class KvWatch:
             return blocks * size * self.bytes_per_token
         return own
 
-    def summary(self, output_rate: float, origin: float) -> dict[str, Any] | None:
+    def summary(self, output_rate: float, requests: int, origin: float) -> dict[str, Any] | None:
         """Usage as a share of the pool, counts over the run, bytes; None where the server has no such metrics."""
         if not self.points:
             return None
         usages = [point["usage"] for point in self.points if "usage" in point]
         running = [point["running"] for point in self.points if point.get("running")]
         mean = sum(usages) / len(usages) if usages else None
-        pool, deltas = self.pool_bytes(), self._deltas()
+        pool, deltas, held = self.pool_bytes(), self._deltas(), self._delta(BYTE_SECONDS)
         busy = sum(point.get("usage", 0) / point["running"] for point in self.points if point.get("running"))
         return {
             "usage_mean": mean,
@@ -105,15 +109,17 @@ class KvWatch:
             **deltas,
             "pool_bytes": pool,
             "bytes_per_request": pool * busy / len(running) if pool and running else None,
+            "byte_seconds_per_request": held / requests if held is not None and requests else None,
             "tokens_per_second_per_gib": output_rate / (pool / 2**30) if pool else None,
             "points": [point | {"at": point["at"] - origin} for point in self.points],
         }
 
+    def _delta(self, names: Iterable[str]) -> float | None:
+        now, before = pick(self.last, names), pick(self.first, names)
+        return None if now is None or before is None else now - before
+
     def _deltas(self) -> dict[str, float | None]:
-        found: dict[str, float | None] = {}
-        for name, names in COUNTERS.items():
-            now, before = pick(self.last, names), pick(self.first, names)
-            found[name] = None if now is None or before is None else now - before
+        found = {name: self._delta(names) for name, names in COUNTERS.items()}
         queries, hits = found.pop("queries"), found.pop("hits")
         found["hit_rate"] = hits / queries if queries and hits is not None else None
         return found

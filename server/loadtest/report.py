@@ -162,6 +162,8 @@ def kv_notes(kv: dict[str, Any] | None) -> list[str]:
         ]
     if kv["bytes_per_request"]:
         parts.append(f"{kv['bytes_per_request'] / 2**20:.2f} MiB a request")
+    if kv["byte_seconds_per_request"]:
+        parts.append(f"{kv['byte_seconds_per_request'] / 2**20:.2f} MiB-seconds a request by the server's ledger")
     return ["KV cost: " + ", ".join(parts)]
 
 

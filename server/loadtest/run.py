@@ -168,7 +168,7 @@ async def run_once(
         **summary,
         "client": client_verdict(summary["send_lag"], spread_of(lag.held), used, held_back, settings.max_lag),
         "machine": used,
-        "kv": kv.summary(summary["rates"]["output_rate"], gathering.timeline.origin),
+        "kv": kv.summary(summary["rates"]["output_rate"], summary["requests"]["ok"], gathering.timeline.origin),
         "cache": cache_verdict(settings, nonce, was_reset, summary["tokens"]),
         "timeline": gathering.timeline.rows(),
         "examples": gathering.examples,
