@@ -38,7 +38,7 @@ class Axis:
     def ticks(self) -> Ticks:
         if self.log:
             powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
-            marks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+            marks = [digit * 10.0**power for power in powers for digit in (1, 1.5, 2, 3, 5, 7)]
         else:
             step = nice((self.high - self.low) / 5)
             marks = [step * k for k in range(ceil(self.low / step), floor(self.high / step) + 1)]

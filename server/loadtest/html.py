@@ -34,6 +34,7 @@ dt{font-weight:600}dd{margin:0 0 4px 0;color:var(--soft)}pre{overflow-x:auto;fon
 """
 PALETTE = ("#2f6fd0", "#d9622b", "#2a9d6f", "#9556c9", "#c2a012", "#c93a6a", "#3aa6b9", "#7a7f87")
 MOST_TIMELINES = 6
+MOST_FLAGS = 4
 HEADINGS = {quantity.name: quantity.title for quantity in LATENCIES}
 
 
@@ -65,8 +66,10 @@ def page(result: dict[str, Any], tables: str) -> str:
 
 def flags(runs: list[Run]) -> str:
     """What makes a figure doubtful, before the figures."""
-    found = (f"{title(run)}: {problem}" for run in runs for problem in problems(run))
-    return "".join(f'<p class="flag">{escape(text)}</p>' for text in found)
+    found = [f"{title(run)}: {problem}" for run in runs for problem in problems(run)]
+    lines = [f'<p class="flag">{escape(text)}</p>' for text in found]
+    more = f"<details><summary>{len(lines) - MOST_FLAGS} more</summary>{''.join(lines[MOST_FLAGS:])}</details>"
+    return "".join(lines[:MOST_FLAGS]) + (more if len(lines) > MOST_FLAGS else "")
 
 
 def capacity(found: dict[str, Any] | None) -> str:

@@ -58,6 +58,8 @@ def chart(path: Path, series: Series, x_label: str, y_label: str, ticks: list[tu
             )
     axes.set(xlabel=x_label, ylabel=y_label, ylim=(0, None))
     if ticks:
+        last = max(place for points in series.values() for place, _ in points)
+        ticks = [(place, text) for place, text in ticks if place <= last]
         axes.set_xticks([place for place, _ in ticks], [text for _, text in ticks])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
