@@ -130,6 +130,11 @@ class ModelConfig:
         return config
 
 
+def served_dtype(stored: str) -> str:
+    """What "auto" makes of a checkpoint's dtype: float32 is served in bfloat16, half the memory and bandwidth."""
+    return "bfloat16" if stored == "float32" else stored
+
+
 def load_config(folder: Path) -> ModelConfig:
     """Read folder/config.json; end-of-sequence ids of generation_config.json, where present, join those of the model.
 

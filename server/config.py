@@ -54,7 +54,11 @@ class ServeConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one", int, at_least=0)
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
-    dtype: str = option("auto", "of weights and activations", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option(
+        "auto",
+        "of weights and activations; auto: on a CPU bfloat16, else the checkpoint's, bfloat16 for float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     quantization: str | None = option(None, "of the weights at load time, e.g. int8")
     page_size: int = option(16, "tokens of a KV page", int, at_least=1)
     kv_cache_memory: int | None = option(

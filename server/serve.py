@@ -26,6 +26,7 @@ from server.service import MakeClient, Service, StartupError
 FLUSH_SECONDS = 3
 """After the drain deadline, for last events to reach their readers."""
 MIB = 1024**2
+QUESTION = "What is the capital of France?"
 
 
 class DrainingServer(uvicorn.Server):
@@ -141,9 +142,8 @@ def start_lines(service: Service, info: EngineInfo, url: str) -> list[str]:
         else ("off: tokens may depend on what shares the batch (--batch-invariant turns it on)")
     )
     defaults = f" sampling defaults of the model: {service.limits.defaults};" if service.limits.defaults else ""
-    body = (
-        f'{{"model": "{name}", "stream": true, "max_tokens": 64, "messages": [{{"role": "user", "content": "Hi!"}}]}}'
-    )
+    messages = f'[{{"role": "user", "content": "{QUESTION}"}}]'
+    body = f'{{"model": "{name}", "stream": true, "temperature": 0, "messages": {messages}}}'
     path = "chat/completions"
     if service.template is None:
         body, path = f'{{"model": "{name}", "max_tokens": 64, "prompt": "Once upon a time"}}', "completions"

@@ -93,5 +93,5 @@ def test_serve_runs_a_real_model_and_ends_with_0(
     assert "torch" not in http_maps and "torch" in engine_maps
     assert "pydantic_core" in http_maps and "pydantic_core" not in engine_maps
     live.process.send_signal(signal.SIGTERM)
-    assert live.process.wait(3) == 0
+    assert live.process.wait(30) == 0
     assert not Path(f"/proc/{engine}").exists()

@@ -259,7 +259,7 @@ def test_a_load_that_fits_ends_with_the_line_that_serves_it(tiny_model: Any) -> 
     line = words[words.index("ropeway") : words.index("ropeway") + 17]
     assert line == [
         "ropeway", "serve", folder, "--max-model-len", "100", "--max-num-seqs", "3", "--page-size", "16",
-        "--max-num-batched-tokens", "512", "--kv-cache-memory", str(needed), "--dtype", "float32",
+        "--max-num-batched-tokens", "512", "--kv-cache-memory", str(needed), "--dtype", "bfloat16",
         "--kv-cache-dtype", "bfloat16",
     ]  # fmt: skip
     assert "ropeway serve" not in run(f"{folder}/config.json", *load)[1]

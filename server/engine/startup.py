@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from model.config import ConfigError, ModelConfig, load_config
+from model.config import ConfigError, ModelConfig, load_config, served_dtype
 from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.kv_cost import SCRATCH_PAGES, KVLayout, capacity_tokens, layout_for, pages_for_sequences, pages_in_budget
@@ -31,6 +31,8 @@ from server.engine.warm_up import warm_up
 
 SAMPLING_ARRAYS = 6
 """fp32 arrays as large as the logits that sampling holds at its worst: copy, log-softmax, sorted values, ids twice."""
+STORED_KV_DTYPES = ("float32", "bfloat16", "float16")
+"""What the pool can hold; quantised caches are planned for (`ropeway plan`), not served."""
 Report = Callable[[Progress], None]
 
 
@@ -130,6 +132,8 @@ def _assemble(config: EngineConfig, phases: Phases) -> Machine:
     dtype = _dtype(config, model, ops, device)
     limits = _limits(config, model)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    if kv_dtype not in STORED_KV_DTYPES:
+        raise ConfigError(f"kv_cache_dtype {kv_dtype!r} cannot be stored yet: use auto, {', '.join(STORED_KV_DTYPES)}")
     layout = layout_for(model, config.page_size, kv_dtype)
 
     def progress(done: int, layers: int) -> None:
@@ -153,9 +157,11 @@ def _best_device() -> str:
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, ops: Ops, device: torch.device) -> str:
-    """auto: the checkpoint's; on a CPU without kernels of our own, float32."""
+    """auto on a CPU: bfloat16 where there are kernels of our own, else float32. Elsewhere it follows the checkpoint."""
+    if config.dtype == "auto" and device.type == "cpu":
+        return "float32" if ops.name == "reference" else "bfloat16"
     if config.dtype == "auto":
-        return "float32" if device.type == "cpu" and ops.name == "reference" else model.dtype
+        return served_dtype(model.dtype)
     if config.dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {config.dtype!r} is unknown: use auto, float32, bfloat16 or float16")
     return config.dtype

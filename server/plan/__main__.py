@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from convert.errors import ConvertError
-from model.config import ConfigError
+from model.config import ConfigError, served_dtype
 from model.kv_cost import DTYPE_BYTES
 from model.memory import available_bytes
 from server.plan.options import make_parser
@@ -56,9 +56,10 @@ def _scenario(arguments: argparse.Namespace, model: PlannedModel) -> Scenario:
     memory = available_bytes() if arguments.memory is None else arguments.memory
     if not memory:
         raise PlanError("--memory: no memory is left on this host, give a size such as 24GiB")
+    dtype = served_dtype(config.dtype) if arguments.dtype == "auto" else arguments.dtype
     scenario = Scenario(
         config=config, tensors=model.tensors, memory=memory, context=context, concurrency=arguments.concurrency,
-        page_size=arguments.page_size, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype, ranks=ranks,
+        page_size=arguments.page_size, dtype=dtype, kv_dtype=arguments.kv_dtype, ranks=ranks,
         reserve=arguments.reserve, step_tokens=max(arguments.step_tokens, arguments.concurrency),
     )  # fmt: skip
     if scenario.cache_dtype not in DTYPE_BYTES:

@@ -92,7 +92,7 @@ OPTIONS = (
     Option(("--concurrency", "--max-num-seqs"), "N", "requests that run at once", positive, "1"),
     Option(("--page-size",), "TOKENS", "tokens of a KV page", positive, "16"),
     Option(("--kv-dtype", "--kv-cache-dtype"), "DTYPE", "of the KV cache; auto is the model's", kv_dtype, "auto"),
-    Option(("--dtype",), "DTYPE", "of weights and activations; auto is the checkpoint's", weight_dtype, "auto"),
+    Option(("--dtype",), "DTYPE", "auto: the checkpoint's, bfloat16 for float32", weight_dtype, "auto"),
     Option(("--tensor-parallel", "--tensor-parallel-size"), "N", "devices that share each layer", positive, "1"),
     Option(("--memory",), "SIZE|auto", "of one device, e.g. 24GiB; auto: what is free here", size_or_auto, "auto"),
     Option(("--reserve",), "SIZE|auto", "left to the runtime; auto: 5 % of it, 512MiB or more", size_or_auto, "auto"),
