@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -221,6 +225,43 @@ def test_who_lacks_memory_alone_is_told_and_the_rest_go_on(tiny_model: Callable[
     assert "out of memory while computing 20 tokens" in str(next(row.error for row in rows if row.error))
     alone = run(Setup().engine(tiny_model()), *submits(3))
     assert outputs(rows)[("r3", 0)] == outputs(alone)[("r3", 0)]
+
+
+UNDER_A_LIMIT = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from tests.real_engine import Setup, run
+from tests.test_engine import Narrow, submits
+torch.set_num_threads(1)
+seen = []
+def count(decoder):
+    seen.append(Narrow(decoder, 1 << 30))
+    return seen[0]
+engine = Setup(max_num_seqs=24).engine(Path(sys.argv[1]), count)
+run(engine, *submits(2))
+if sys.argv[2] == "limited":
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (8 << 20),) * 2)
+rows = run(engine, *submits(*range(3, 27), max_tokens=2))
+print(json.dumps([len(seen[0].widths), sorted([row.id, row.tokens, row.logprobs[0].logprob] for row in rows)]))
+"""
+
+
+@pytest.mark.slow
+def test_under_a_memory_limit_of_the_system_the_same_tokens_come(tiny_model: Callable[..., Path]) -> None:
+    """RLIMIT_AS leaves room for the logits of a few rows (400 kB each, and what sampling makes of them), not of 24."""
+    folder, root = str(tiny_model(vocab_size=100_000)), str(Path(__file__).parent.parent)
+
+    def run_as(how: str) -> tuple[int, list[object]]:
+        command = [sys.executable, "-c", UNDER_A_LIMIT, folder, how]
+        env = os.environ | {"PYTHONPATH": root}
+        forwards, rows = json.loads(subprocess.run(command, env=env, capture_output=True, check=True, text=True).stdout)
+        return forwards, rows
+
+    plenty, limited = run_as("free"), run_as("limited")
+    assert limited[1] == plenty[1]
+    assert limited[0] > plenty[0], "nothing was rerun: the limit was too wide to show anything"
 
 
 class Poisoned:

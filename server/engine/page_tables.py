@@ -56,7 +56,7 @@ class PageTables:
         """Per group: pages that admitted prompts will still take before they decode."""
         totals = [0] * len(self.pools)
         for sequence in running:
-            if sequence.remaining > 0:
+            if sequence.num_computed < len(sequence.tokens):
                 for group in range(len(totals)):
                     totals[group] += self._still_needed(sequence, group)
         return totals

@@ -83,7 +83,7 @@ class Scheduler:
         self._set_budgets(sum(decoding))
         preempted = self.num_preemptions
         self._plan_running(decoding, plan)
-        if self.waiting and self.num_preemptions == preempted:
+        if self.waiting and self._has_room and self.num_preemptions == preempted:
             self._admit(plan)
         for fork in self._forks:
             self._enter(fork)
@@ -203,6 +203,10 @@ class Scheduler:
             self.waiting.push_front(sequence)
 
     @property
+    def _has_room(self) -> bool:
+        return self._num_running < self.limits.max_num_seqs and self._token_budget > 0
+
+    @property
     def _num_running(self) -> int:
         return len(self.running) + len(self._forks)
 
@@ -215,7 +219,7 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan) -> None:
         outstanding = self.tables.outstanding(self.running)
-        while self._num_running < self.limits.max_num_seqs and self._token_budget > 0:
+        while self._has_room:
             sequence = self.waiting.head()
             if sequence is None or (sequence.scores_prompt and self._logit_budget == 0):
                 return

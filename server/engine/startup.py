@@ -143,7 +143,7 @@ def _assemble(config: EngineConfig, phases: Phases) -> Machine:
         decoder = load_decoder(
             folder, model, ops, device, getattr(torch, dtype), config.quantization, progress, limits.max_model_len
         )
-    workspace = (limits.max_num_seqs + limits.prompt_logits) * model.vocab_size * 4 * SAMPLING_ARRAYS
+    workspace = workspace_bytes(model, limits)
     num_pages = _num_pages(config, layout, limits, device, _free_bytes(device) - workspace)
     with phases.phase("allocate", f"{layout.pool_bytes(num_pages)} bytes of KV cache"):
         kv = KVCache(layout, num_pages, device)
@@ -178,6 +178,14 @@ def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
             f"of max_num_seqs = {config.max_num_seqs} sequences"
         )
     return Limits(wanted, config.max_num_seqs, config.max_num_batched_tokens)
+
+
+def workspace_bytes(model: ModelConfig, limits: Limits) -> int:
+    """Memory of the widest step: fp32 logits of every row that may want them, and the widest layer's activations."""
+    rows = limits.max_num_seqs + limits.prompt_logits
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    activations = 3 * model.intermediate_size + 2 * heads + 6 * model.hidden_size
+    return 4 * (rows * model.vocab_size * SAMPLING_ARRAYS + limits.max_num_batched_tokens * activations)
 
 
 def _free_bytes(device: torch.device) -> int:
