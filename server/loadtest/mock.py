@@ -262,7 +262,7 @@ async def run(options: argparse.Namespace) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    with (options.log or Path("/dev/null")).open("w") as file:
+    with (options.log or Path("/dev/null")).open("w", buffering=1) as file:
         server = await serve(
             Mock(script, lambda e: print(e.line(), file=file), perf_counter), options.host, options.port
         )
