@@ -32,7 +32,9 @@ def number(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    return "-" if share is None or isnan(share) else f"{share:.1%}"
+    if share is None or isnan(share):
+        return "-"
+    return f"{share:.2%}" if 0 < share < 0.01 else f"{share:.1%}"
 
 
 def table(rows: list[list[str]], markdown: bool = False) -> str:
