@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from convert.errors import ConvertError
+from convert.formats.gguf_parts import part_files
 from convert.formats.huggingface import is_huggingface, read_json
 from convert.pipeline import convert
 from convert.report import CONVERTER_VERSION, REPORT_FILE
@@ -65,11 +66,12 @@ def default_cache() -> Path:
 
 def cache_key(path: Path) -> str:
     """Name, size and SHA-256 of the content, and the converter's version: `smollm2-98M0a1b2c3d4e5f6071-v1`."""
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    files = part_files(path) if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     digest, size = hashlib.sha256(), 0
     for file in files:
-        if file is not path:
-            digest.update(f"{file.relative_to(path)}\0{file.stat().st_size}\0".encode())
+        if len(files) > 1:
+            name = file.name if path.is_file() else file.relative_to(path)
+            digest.update(f"{name}\0{file.stat().st_size}\0".encode())
         with file.open("rb") as stream:
             while piece := stream.read(READ_BYTES):
                 digest.update(piece)

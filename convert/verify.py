@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,16 @@ from convert.formats.huggingface import open_huggingface, read_json
 from convert.forward import logits
 from convert.readings import TensorReading, source_reading
 from convert.report import REPORT_FILE
-from convert.rope_pairing import Pairing, PairingEvidence, detect_pairing
+from convert.rope_pairing import Pairing, PairingEvidence, Verdict, detect_pairing
 from convert.source import Source, open_source
 
 PROBE_TEXT = (
-    "The lighthouse keeper wrote in his book every evening: wind from the west, three ships, one light. When the storm "
-    "came in 1911 he wrote nothing at all, and the next page begins with the word “calm”."
+    "Once upon a time there was a little girl named Lily. She loved to play in the park with her mom. One day, she saw "
+    "a big dog. The dog was very happy, and Lily wanted to play with the dog."
 )
-PROBE_TOKENS = 48
+PROBE_TOKENS = 32
 PAIRING_LAYERS = 8
+CLEAR_NATS = 0.5
 EXACT, ROUNDED = 1e-3, 2e-2  # largest logit difference (relative to the largest logit); mean KL in nats after rounding
 
 
@@ -56,11 +57,26 @@ class LogitComparison:
 
 
 @dataclass(frozen=True, slots=True)
+class TextEvidence:
+    """How well the result predicts English with its pairing and with the other one (nats a token)."""
+
+    tokens: int
+    nll: float
+    other_nll: float
+    verdict: Verdict
+
+    def line(self) -> str:
+        other = f"with the other pairing {self.other_nll:.2f}"
+        return f"{self.verdict} ({self.nll:.2f} nats a token over {self.tokens}; {other})"
+
+
+@dataclass(frozen=True, slots=True)
 class Proof:
     """What was checked. A part that had nothing to check against is None."""
 
     source_pairing: PairingEvidence | None
     result_pairing: PairingEvidence
+    text: TextEvidence | None
     logits: LogitComparison | None
 
     def refusal(self) -> str | None:
@@ -68,6 +84,8 @@ class Proof:
         for side, pairing in (("source", self.source_pairing), ("result", self.result_pairing)):
             if pairing is not None and pairing.verdict == "contradicted":
                 return f"RoPE pairing of the {side} is {pairing.line()}"
+        if self.text is not None and self.text.verdict == "contradicted":
+            return f"RoPE pairing by text is {self.text.line()}"
         if self.logits is not None and not self.logits.passed:
             return f"logits of source and result {self.logits.line()}"
         return None
@@ -75,6 +93,7 @@ class Proof:
     def lines(self) -> list[str]:
         pairs = [("source", self.source_pairing), ("result", self.result_pairing)]
         lines = [f"RoPE pairing of the {side}: {evidence.line()}" for side, evidence in pairs if evidence is not None]
+        lines += [f"RoPE pairing by text: {self.text.line()}"] if self.text else []
         return lines + ([f"logits of source and result: {self.logits.line()}"] if self.logits else [])
 
     def as_json(self) -> dict[str, Any]:
@@ -84,11 +103,30 @@ class Proof:
 def prove(folder: Path, source: Source | None, lossless: bool) -> Proof:
     """Check `folder`, and compare it with `source` where there is one. Does not raise on a bad verdict: see refusal."""
     result = source_reading(open_huggingface(folder))
+    ids, is_text = probe_ids(folder)
+    ours = logits(result, ids)
+    text = text_evidence(result, ours, ids) if is_text else None
     if source is None:
-        return Proof(None, pairing_of(result), None)
+        return Proof(None, pairing_of(result), text, None)
     original = source_reading(source)
-    comparison = compare(original, result, probe_ids(folder), lossless)
-    return Proof(pairing_of(original), pairing_of(result), comparison)
+    comparison = compare_logits(logits(original, ids), ours, lossless)
+    return Proof(pairing_of(original), pairing_of(result), text, comparison)
+
+
+def text_evidence(result: TensorReading, ours: Float32, ids: list[int]) -> TextEvidence:
+    """The dynamic test: rotated in the wrong pairs, a trained model predicts text clearly worse."""
+    other = logits(replace(result, adjacent=not result.adjacent), ids)
+    nll, other_nll = _nll(ours, ids), _nll(other, ids)
+    verdict: Verdict = "undetermined"
+    if nll + CLEAR_NATS < other_nll:
+        verdict = "confirmed"
+    elif other_nll + CLEAR_NATS < nll:
+        verdict = "contradicted"
+    return TextEvidence(len(ids) - 1, nll, other_nll, verdict)
+
+
+def _nll(scores: Float32, ids: list[int]) -> float:
+    return -float(_log_softmax(scores)[np.arange(len(ids) - 1), ids[1:]].mean())
 
 
 def pairing_of(reading: TensorReading) -> PairingEvidence:
@@ -107,29 +145,34 @@ def _folded(reading: TensorReading, layers: list[int]) -> Iterator[tuple[Float32
         yield reading.weight("q", layer) * norm, reading.weight("k", layer) * norm
 
 
-def probe_ids(folder: Path) -> list[int]:
-    """A fixed English text through the folder's tokenizer; without one, fixed random ids."""
+def probe_ids(folder: Path) -> tuple[list[int], bool]:
+    """A fixed English text through the folder's tokenizer, True; without one, fixed random ids, False."""
     path = folder / "tokenizer.json"
+    vocabulary = read_json(folder / "config.json")["vocab_size"]
     if path.is_file():
         ids = Tokenizer.from_file(str(path)).encode(PROBE_TEXT).ids[:PROBE_TOKENS]
-        if len(ids) > 1:
-            return list(ids)
-    vocabulary = read_json(folder / "config.json")["vocab_size"]
-    return [int(i) for i in np.random.default_rng(0).integers(0, vocabulary, PROBE_TOKENS)]
+        if len(ids) > 1 and max(ids) < vocabulary:
+            return list(ids), True
+    return [int(i) for i in np.random.default_rng(0).integers(0, vocabulary, PROBE_TOKENS)], False
 
 
 def compare(original: TensorReading, result: TensorReading, ids: list[int], lossless: bool) -> LogitComparison:
-    """Both forwards on the same ids. Lossless means that only the order of additions may differ."""
-    ours, theirs = logits(result, ids), logits(original, ids)
+    """Both forwards on the same ids."""
+    return compare_logits(logits(original, ids), logits(result, ids), lossless)
+
+
+def compare_logits(theirs: Float32, ours: Float32, lossless: bool) -> LogitComparison:
+    """Logits of the source and of the result, [T, V]. Lossless means that only the order of additions may differ."""
+    tokens = len(theirs)
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
-        return LogitComparison(len(ids), math.inf, 0, math.inf, math.inf, 0.0, lossless, passed=False)
+        return LogitComparison(tokens, math.inf, 0, math.inf, math.inf, 0.0, lossless, passed=False)
     difference = np.abs(ours - theirs).max(-1)
     p, q = _log_softmax(theirs), _log_softmax(ours)
     kl = float((np.exp(p) * (p - q)).sum(-1).mean())
     largest, worst = float(np.abs(theirs).max()), float(difference.max())
     passed = worst <= EXACT * max(1.0, largest) if lossless else kl <= ROUNDED
     same = float((ours.argmax(-1) == theirs.argmax(-1)).mean())
-    return LogitComparison(len(ids), worst, int(difference.argmax()), largest, kl, same, lossless, passed)
+    return LogitComparison(tokens, worst, int(difference.argmax()), largest, kl, same, lossless, passed)
 
 
 def _log_softmax(x: Float32) -> Float32:

@@ -29,7 +29,8 @@ def test_demo_logits_are_those_of_transformers(tmp_path: Path) -> None:
         pytest.skip(str(error))
     report = convert(path, tmp_path / "demo")
     assert report is not None and report["proof"]["source_pairing"]["verdict"] == "confirmed"
-    ids = probe_ids(tmp_path / "demo")
+    assert report["proof"]["text"]["verdict"] == "confirmed"
+    ids, _ = probe_ids(tmp_path / "demo")
     want = {kind: transformers_logits(path, ids, kind) for kind in ("eager", "sdpa")}
     folder = open_huggingface(tmp_path / "demo")
     ours = logits(canonical_reading(folder.table, folder.raw), ids)

@@ -87,6 +87,35 @@ def test_rounding_on_request_is_torchs(tmp_path: Path) -> None:
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), rounded)
 
 
+def split_in_two(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Two parts as llama-gguf-split leaves them: the second has no metadata of the model."""
+    tensors = random_tensors(small())
+    names = list(tensors)
+    first, second = ({name: tensors[name] for name in part} for part in (names[:9], names[9:]))
+    split: dict[str, Any] = {"split.count": 2, "split.no": 0, "split.tensors.count": len(tensors)}
+    write_gguf(tmp_path / "m-00001-of-00002.gguf", small(), first, extra=split)
+    write_gguf(tmp_path / "m-00002-of-00002.gguf", small(), second, extra=split | {"split.no": 1})
+    return tensors
+
+
+@pytest.mark.parametrize("part", ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"])
+def test_split_files_are_one_model_whichever_part_is_named(part: str, tmp_path: Path) -> None:
+    tensors = split_in_two(tmp_path)
+    convert(tmp_path / part, tmp_path / "out")
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), tensors)
+
+
+def test_a_missing_or_strange_part_is_named(tmp_path: Path) -> None:
+    split_in_two(tmp_path)
+    second = tmp_path / "m-00002-of-00002.gguf"
+    write_gguf(second, small(), {}, extra={"split.no": 1})
+    with pytest.raises(ConvertError, match=r"the parts hold 9 tensors, split\.tensors\.count says 21"):
+        open_source(tmp_path / "m-00001-of-00002.gguf")
+    second.unlink()
+    with pytest.raises(ConvertError, match=r"part m-00002-of-00002\.gguf of the model is missing"):
+        open_source(tmp_path / "m-00001-of-00002.gguf")
+
+
 # ---- config -----------------------------------------------------------------------------------------------
 
 
@@ -130,7 +159,7 @@ def test_rope_freqs_of_another_shape_is_no_llama3_scaling() -> None:
         ({"llama.expert_count": 8}, "mixtures of experts"),
         ({"llama.rope.scaling.type": "longrope"}, "'longrope' is not supported"),
         ({"llama.rope.dimension_count": 4}, "differs from head_dim 8"),
-        ({"split.count": 2}, "split GGUF"),
+        ({"split.count": 2}, "is one of 2 parts"),
         ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}, "must be a positive number"),
     ],
 )

@@ -8,15 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from convert.formats.huggingface import open_huggingface
 from convert.forward import logits
 from convert.pipeline import convert
 from convert.readings import canonical_reading
 from convert.source import open_source
+from convert.verify import verify_folder
 from model.config import load_config
 from model.ops.reference import ReferenceOps
 from model.weights import load_decoder
+from tests.convert_sources import adjacent_rows
 from tests.test_decoder import Session
 
 LOSSLESS = ["stories260K-f32.gguf", "stories260K.bin", "meta", "meta-mp2-llama3", "mistral-native"]
@@ -51,6 +54,23 @@ def test_the_served_decoder_gives_the_same_logits(name: str, stories: Path, tmp_
     with torch.no_grad():
         got = session.feed({"golden": expected["ids"].tolist()})["golden"]
     assert np.abs(got.numpy() - expected["logits"]).max() < 1e-4
+
+
+def test_text_tells_the_pairing_of_a_trained_model(stories: Path, tmp_path: Path) -> None:
+    """The adjacent rows of the original under Hugging Face's names: fluent, and refused without any source."""
+    convert(stories / "stories260K-f32.gguf", tmp_path / "out")
+    proof, _ = verify_folder(tmp_path / "out", None)
+    assert proof.text is not None and proof.text.verdict == "confirmed"
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    for name, rows in weights.items():
+        for kind, heads in (("q_proj", 8), ("k_proj", 4)):
+            if kind in name:
+                weights[name] = adjacent_rows(rows, heads)
+    save_file(weights, tmp_path / "out" / "model.safetensors")
+    proof, problems = verify_folder(tmp_path / "out", None)
+    assert proof.text is not None and proof.text.verdict == "contradicted"
+    assert "RoPE pairing by text is contradicted" in (proof.refusal() or "")
+    assert len(problems) == 10
 
 
 def test_q8_0_stays_within_its_own_tolerance(stories: Path, tmp_path: Path) -> None:

@@ -36,23 +36,23 @@ class GgufTensor:
     type: str
     offset: int
     nbytes: int
+    path: Path
+    data: mmap.mmap
+
+    def blocks(self) -> Array:
+        """The stored bytes, uint8 [blocks, bytes of a block], as a view."""
+        flat = np.frombuffer(self.data, np.uint8, self.nbytes, self.offset)
+        return flat.reshape(-1, BLOCKS[self.type][1])
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A parsed file. data is the whole map; integer and float arrays of the metadata are numpy, strings a list."""
+    """A parsed file. Integer and float arrays of the metadata are numpy, strings a list."""
 
     path: Path
-    data: mmap.mmap
     metadata: dict[str, Any]
     float32_keys: frozenset[str]
     tensors: dict[str, GgufTensor]
-
-    def blocks(self, tensor: GgufTensor) -> Array:
-        """The stored bytes, uint8 [blocks, bytes of a block], as a view."""
-        block_bytes = BLOCKS[tensor.type][1]
-        flat = np.frombuffer(self.data, np.uint8, tensor.nbytes, tensor.offset)
-        return flat.reshape(-1, block_bytes)
 
 
 class _Cursor:
@@ -136,7 +136,7 @@ def read_gguf(path: Path) -> GgufFile:
     metadata, float32_keys = _metadata(cursor, field_count)
     rows = [_tensor_row(cursor) for _ in range(tensor_count)]
     tensors = _place(cursor, rows, _alignment(cursor, metadata))
-    return GgufFile(path, data, metadata, float32_keys, tensors)
+    return GgufFile(path, metadata, float32_keys, tensors)
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
@@ -212,7 +212,7 @@ def _place(
         if offset % alignment or base + offset + nbytes > len(cursor.data):
             reason = f"not a multiple of {alignment}" if offset % alignment else "past the end of the file (truncated?)"
             raise cursor.fail(f"tensor {name!r}: {nbytes} bytes at data offset {offset}: {reason}", row)
-        tensors[name] = GgufTensor(name, shape, kind, base + offset, nbytes)
+        tensors[name] = GgufTensor(name, shape, kind, base + offset, nbytes, cursor.path, cursor.data)
     end, last = 0, ""
     for tensor in sorted(tensors.values(), key=lambda t: t.offset):
         if tensor.offset < end:

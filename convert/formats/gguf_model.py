@@ -16,7 +16,8 @@ import numpy as np
 
 from convert.dtypes import NUMPY, Array, shortest_float
 from convert.errors import ConvertError
-from convert.formats.gguf import GgufFile, GgufTensor, read_gguf
+from convert.formats.gguf import GgufFile, GgufTensor
+from convert.formats.gguf_parts import read_parts
 from convert.formats.gguf_quants import PLAIN, dequantize
 from convert.formats.gguf_rope import rope_config
 from convert.rope_pairing import Pairing
@@ -59,7 +60,7 @@ LAYER_NAMES = {
 }
 LAYER_NAME = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 ROPE_FREQS = "rope_freqs.weight"
-DESCRIPTIVE = ("general.", "quantize.", "tokenizer.")  # they describe the file, or went into the tokenizer
+DESCRIPTIVE = ("general.", "quantize.", "tokenizer.", "split.")  # they describe the file, or went into the tokenizer
 
 
 class Fields:
@@ -103,21 +104,19 @@ class Fields:
 
 def open_gguf(path: Path) -> Source:
     """Read the header of a GGUF file; tensors stay on disk. Raises ConvertError for what is not understood."""
-    file = read_gguf(path)
+    file = read_parts(path)
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ConvertError("metadata general.architecture is missing", path)
     if arch not in ARCHITECTURES:
         raise ConvertError(f"GGUF architecture {arch!r} is not supported (known: {', '.join(ARCHITECTURES)})", path)
     fields = Fields(file, arch)
-    if file.metadata.get("split.count", 1) > 1:
-        raise ConvertError("split GGUF files are not supported: merge them with llama-gguf-split --merge first", path)
     config = _config(file, fields, ARCHITECTURES[arch])
     names = {name: target for name in file.tensors if (target := _target_name(name)) is not None}
     dropped = {ROPE_FREQS: "folded into rope_parameters"} if ROPE_FREQS in file.tensors else {}
     return Source(
         path=path, format="gguf", architecture=arch, pairing=ARCHITECTURES[arch].pairing, config=config,
-        names=names, table={t.name: _source_tensor(file, t) for t in file.tensors.values()}, raw=file.metadata,
+        names=names, table={t.name: _source_tensor(t) for t in file.tensors.values()}, raw=file.metadata,
         dropped=dropped, unused=_unused(file, fields), tokenizer_files=lambda: tokenizer_files(file.metadata, path),
     )  # fmt: skip
 
@@ -143,15 +142,15 @@ def _target_name(name: str) -> str | None:
     return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
 
 
-def _source_tensor(file: GgufFile, tensor: GgufTensor) -> SourceTensor:
+def _source_tensor(tensor: GgufTensor) -> SourceTensor:
     def read() -> Array:
-        blocks = file.blocks(tensor)
+        blocks = tensor.blocks()
         if tensor.type in PLAIN:
             return blocks.reshape(-1).view(NUMPY[tensor.type]).reshape(tensor.shape)
         return dequantize(blocks, tensor.type).reshape(tensor.shape)
 
     dtype = PLAIN.get(tensor.type, "F32")
-    return SourceTensor(tensor.name, tensor.shape, tensor.type, dtype, file.path, tensor.offset, read)
+    return SourceTensor(tensor.name, tensor.shape, tensor.type, dtype, tensor.path, tensor.offset, read)
 
 
 def _config(file: GgufFile, fields: Fields, arch: Architecture) -> dict[str, ConfigEntry]:

@@ -31,11 +31,11 @@ def rope_config(file: GgufFile, fields: Fields, head_dim: int) -> dict[str, Conf
         return rope_entries(theta, scaling, origin)
     if scaling is not None or freqs.type != "F32" or freqs.shape != (head_dim // 2,):
         text = f"rope_freqs.weight {freqs.type} {freqs.shape} does not fit the model"
-        raise ConvertError(text, file.path, freqs.offset)
-    ratios = np.frombuffer(file.data, "<f4", head_dim // 2, freqs.offset)
+        raise ConvertError(text, freqs.path, freqs.offset)
+    ratios = freqs.blocks().reshape(-1).view(np.float32)
     inverted = invert_llama3(ratios, theta.value)
     if inverted is None:
-        raise ConvertError("rope_freqs.weight is not a Llama 3 scaling: cannot be written", file.path, freqs.offset)
+        raise ConvertError("rope_freqs.weight is not a Llama 3 scaling: cannot be written", freqs.path, freqs.offset)
     return rope_entries(theta, inverted, "rope_freqs.weight")
 
 
