@@ -102,6 +102,51 @@ def test_bf16_output_rounds_to_nearest_even_and_keeps_nan(ops: CpuOps) -> None:
     assert torch.equal(actual[kept], expected[kept])
 
 
+# ---- 8-bit weights ---------------------------------------------------------------------------------------------------
+def rounded_by_row(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers from -127 to 127 and the scale of each row, as f64."""
+    top = x.float().abs().amax(1, keepdim=True)
+    inverse = torch.full_like(top, 127).div(top)  # not 127 / top: that multiplies by a rounded reciprocal
+    return (x.float() * inverse).round().double(), (top / 127).double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_is_the_exact_product_of_rounded_values(ops: CpuOps, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, bias = random(*shape, dtype=dtype), random(shape[0], dtype=dtype, seed=1)
+    x = random(19, shape[1], dtype=dtype, seed=2)
+    w_scale = weight.float().abs().amax(1, keepdim=True) / 127
+    w = (weight.float() / w_scale).round().double()
+    a, a_scale = rounded_by_row(x)
+    expected = (a @ w.T) * a_scale * w_scale.double().T + bias.double()
+    actual = ops.linear(x, ops.pack_linear(weight, bias, "int8"), torch.float32)
+    torch.testing.assert_close(actual, expected.float(), atol=1e-5, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_an_int8_linear_is_bit_equal_in_any_batch(ops: CpuOps, dtype: torch.dtype) -> None:
+    x = random(250, 333, dtype=dtype)
+    x[3] = 0
+    packed = ops.pack_linear(random(50, 333, dtype=dtype, seed=1), None, "int8")
+    whole = ops.linear(x, packed)
+    assert torch.equal(whole[3], torch.zeros_like(whole[3]))
+    for rows in (*range(1, 41), 100, 200):
+        assert torch.equal(ops.linear(x[:rows], packed), whole[:rows]), rows
+    for count in (1, 2, 3):
+        with threads(count):
+            assert torch.equal(ops.linear(x, packed), whole), count
+    x[4, 5], x[6, 0] = torch.nan, torch.inf
+    spoilt = ops.linear(x, packed)
+    bad = torch.zeros(250, dtype=torch.bool)
+    bad[[4, 6]] = True
+    assert torch.equal(spoilt[~bad], whole[~bad]) and spoilt[bad].isnan().all()
+
+
+def test_an_unknown_quantization_is_refused(ops: CpuOps) -> None:
+    with pytest.raises(ValueError, match="int8"):
+        ops.pack_linear(random(4, 4), None, "int3")
+
+
 # ---- layer operations ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 8, 33, 576])

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from model.batch import SampleBatch, Sampled
 from model.ops.interface import AttentionTables, LayerKV, PackedLinear
@@ -19,10 +20,13 @@ from model.ops.reference import ReferenceOps
 
 NATIVE = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
+MAX_INT8_INPUTS = 2**31 // 127**2
+"""So many products of two 8-bit values fit in a 32-bit sum."""
 PTR, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "rw_pack_linear": (PTR, INT, LONG, LONG, PTR),
     "rw_linear": (PTR, INT, PTR, INT, PTR, PTR, INT, LONG, LONG, LONG),
+    "rw_linear_int8": (PTR, INT, PTR, PTR, PTR, PTR, INT, LONG, LONG, LONG),
     "rw_add_rms_norm": (PTR, PTR, PTR, INT, FLOAT, LONG, LONG, PTR, PTR),
     "rw_silu_mul": (PTR, INT, LONG, LONG, PTR),
     "rw_rope_write": (PTR, PTR, PTR, INT, PTR, FLOAT, PTR, PTR, PTR, *(LONG,) * 5, PTR, PTR, INT, LONG, LONG),
@@ -47,6 +51,24 @@ class NativeLinear:
         return False  # panels are a copy
 
 
+@dataclass(frozen=True, slots=True)
+class Int8Linear:
+    """Weights rounded to 8 bits, in panels: see csrc/linear_int8.cpp."""
+
+    weight: Tensor  # [panels, pairs of K, 2, lanes, 2] i8
+    scale: Tensor  # [N] f32
+    bias: Tensor | None  # [N] f32
+    out_features: int
+    in_features: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + self.scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def shares(self, tensor: Tensor) -> bool:
+        return False
+
+
 class CpuOps:
     """Native where the dtype is fp32 or bf16, the reference operations elsewhere."""
 
@@ -64,25 +86,45 @@ class CpuOps:
         self.description = f"native kernels, vectors of {self._panel // 2} floats"
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> PackedLinear:
+        """quantization: None or int8. Raises ValueError for another, and for int8 of a dtype that is not native."""
+        if quantization not in (None, "int8"):
+            raise ValueError(f"quantization {quantization!r} is unknown on CPU: use int8, or leave it out")
         if weight.dtype not in NATIVE:
             return self._reference.pack_linear(weight, bias, quantization)
-        if quantization is not None:
-            raise ValueError(f"quantization {quantization!r} is unknown on CPU: leave it out")
+        wide_bias = None if bias is None else bias.float()
+        if quantization == "int8":
+            return self._pack_int8(weight.float(), wide_bias)
         rows, columns = weight.shape
         weight = weight.contiguous()
         packed = torch.empty(-(-rows // self._panel) * self._panel * columns, dtype=weight.dtype)
         self._native.rw_pack_linear(weight.data_ptr(), _is_bf16(weight), rows, columns, packed.data_ptr())
-        return NativeLinear(packed, None if bias is None else bias.float(), rows, columns)
+        return NativeLinear(packed, wide_bias, rows, columns)
+
+    def _pack_int8(self, weight: Tensor, bias: Tensor | None) -> Int8Linear:
+        """Symmetric, one scale per output row: the largest weight of a row becomes 127."""
+        rows, columns = weight.shape
+        assert columns <= MAX_INT8_INPUTS, columns
+        scale = weight.abs().amax(1) / 127
+        rounded = (weight / scale.clamp(min=1e-30).unsqueeze(1)).round_().to(torch.int8)
+        padded = F.pad(rounded, (0, columns % 2, 0, -rows % self._panel))
+        panels = padded.view(-1, 2, self._panel // 2, padded.shape[1] // 2, 2).permute(0, 3, 1, 2, 4).contiguous()
+        return Int8Linear(panels, scale, bias, rows, columns)
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        if not isinstance(packed, NativeLinear):
+        if not isinstance(packed, (NativeLinear, Int8Linear)):
             return self._reference.linear(x, packed, out_dtype)
-        assert x.shape[1] == packed.in_features, (x.shape, packed)
+        assert x.shape[1] == packed.in_features and x.dtype in NATIVE, (x.shape, x.dtype, packed)
         out = torch.empty((x.shape[0], packed.out_features), dtype=out_dtype or x.dtype)
-        self._native.rw_linear(
-            x.data_ptr(), _is_bf16(x), packed.weight.data_ptr(), _is_bf16(packed.weight), _pointer(packed.bias),
-            out.data_ptr(), _is_bf16(out), x.shape[0], packed.out_features, packed.in_features,
-        )  # fmt: skip
+        sizes = (x.shape[0], packed.out_features, packed.in_features)
+        weight, bias = packed.weight.data_ptr(), _pointer(packed.bias)
+        if isinstance(packed, Int8Linear):
+            self._native.rw_linear_int8(
+                x.data_ptr(), _is_bf16(x), weight, packed.scale.data_ptr(), bias, out.data_ptr(), _is_bf16(out), *sizes
+            )
+        else:
+            self._native.rw_linear(
+                x.data_ptr(), _is_bf16(x), weight, _is_bf16(packed.weight), bias, out.data_ptr(), _is_bf16(out), *sizes
+            )
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
