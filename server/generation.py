@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
-from server.engine.messages import Row, SamplingParams, Submit, TokenLogprob
+from server.engine.messages import RequestTimes, Row, SamplingParams, Submit, TokenLogprob
 from server.errors import ApiError
 from server.metrics import Metrics, RequestClock
 from server.stream import Stream
@@ -19,13 +19,18 @@ from server.token_bytes import TokenBytes
 
 @dataclass(slots=True)
 class Delta:
-    """News of one choice. offsets: where each token of logprobs starts in the text. finish: how it ended, once."""
+    """News of one choice. offsets: where each token of logprobs starts in the text. finish: how it ended, once.
+
+    stop: the stop string that ended it, if one did. prompt_logprobs: of the prompt, once, if they were asked for.
+    """
 
     index: int
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     finish: str | None = None
+    stop: str | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,9 @@ class TextOptions:
     echo: bool = False
     hide_output: bool = False
     """Nothing was asked for but the prompt (echo with max_tokens 0); the engine always makes one token."""
+    echo_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    """Alternatives of each prompt token, in the echo and in a list of their own; the engine sends the larger number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,7 @@ class Choice:
         self.clock = clock
         self.tokens = 0
         self.finish: str | None = None
+        self.times = RequestTimes()
         self._prompt, self._vocabulary, self._options = prompt, vocabulary, options
         self._text = TextStream(
             vocabulary,
@@ -74,6 +83,10 @@ class Choice:
         """Add one row to the delta. Tokens behind a stop string never were: they are neither shown nor counted."""
         if row.tokens:
             self.clock.token()
+        if row.times is not None:
+            self.times = row.times
+        if row.prompt_logprobs is not None and self._options.prompt_logprobs is not None:
+            delta.prompt_logprobs = [best(entry, self._options.prompt_logprobs) for entry in row.prompt_logprobs]
         if not self._opened:
             self._echo(row, delta)
         for position, token in enumerate(row.tokens if not self._options.hide_output else ()):
@@ -86,13 +99,15 @@ class Choice:
             if token != row.stop_token or position < len(row.tokens) - 1:
                 delta.text += self._text.feed(token)
         if self._text.stop is not None:
+            self.times = replace(self.times, decode=self.clock.since_first_token())
             self._end("stop", delta)
         elif row.finish is not None:
             self._end(row.finish, delta)
 
     def _end(self, reason: str, delta: Delta) -> None:
         delta.text += self._text.finish()
-        self.finish = delta.finish = "stop" if self._text.stop is not None else reason
+        delta.stop = self._text.stop
+        self.finish = delta.finish = "stop" if delta.stop is not None else reason
         self.clock.finished(self.finish, self.tokens)
 
     def leave(self) -> None:
@@ -110,13 +125,18 @@ class Choice:
     def _echo(self, row: Row, delta: Delta) -> None:
         self._opened = True
         delta.text += self._prompt.text
-        if row.prompt_logprobs is None:
+        if row.prompt_logprobs is None or self._options.echo_logprobs is None:
             return
         stream = TextStream(self._vocabulary, skip_special=False)
         for token, entry in zip(self._prompt.tokens, row.prompt_logprobs, strict=True):
-            delta.logprobs.append(entry or TokenLogprob(token, float("nan")))
+            delta.logprobs.append(best(entry, self._options.echo_logprobs) or TokenLogprob(token, float("nan")))
             delta.offsets.append(min(stream.decoded_length, self._base))
             stream.feed(token)
+
+
+def best(entry: TokenLogprob | None, count: int) -> TokenLogprob | None:
+    """The entry with its `count` best alternatives."""
+    return entry and replace(entry, top=entry.top[:count])
 
 
 class Generation:
@@ -163,6 +183,12 @@ class Generation:
     @property
     def cached_tokens(self) -> int:
         return sum(self._cached.values())
+
+    @property
+    def times(self) -> RequestTimes:
+        """The longest of all choices: they run side by side."""
+        each = [choice.times for choice in self.choices.values()]
+        return RequestTimes(*(max(getattr(times, name) for times in each) for name in ("queue", "prefill", "decode")))
 
     async def deltas(
         self, client: EngineClient, timeout: float | None = None, queue_timeout: float | None = None

@@ -48,6 +48,25 @@ def completion_logprobs(
     }
 
 
+def prompt_logprobs(
+    vocabulary: TokenBytes, entries: Sequence[TokenLogprob | None]
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's form: one object a prompt token, keyed by token id. rank is null for a token not among the best."""
+
+    def named(item: TokenLogprob) -> dict[str, dict[str, Any]]:
+        ranked: list[tuple[int, float, int | None]] = [
+            (token, logprob, rank) for rank, (token, logprob) in enumerate(item.top, 1)
+        ]
+        if item.token not in dict(item.top):
+            ranked.insert(0, (item.token, item.logprob, None))
+        return {
+            str(token): {"logprob": number(logprob), "rank": rank, "decoded_token": vocabulary.label(token)}
+            for token, logprob, rank in ranked
+        }
+
+    return [None if item is None else named(item) for item in entries]
+
+
 def alternatives(vocabulary: TokenBytes, item: TokenLogprob) -> dict[str, float | None] | None:
     if math.isnan(item.logprob):  # the first token of a prompt: nothing stands before it
         return None

@@ -238,7 +238,7 @@ class Metrics:
         if output.stats.step_tokens:
             self.iteration.observe(output.stats.step_tokens)
         for row in output.rows:
-            if row.times is not None:
+            if row.times is not None and row.finish is not None:
                 self.queue.observe(row.times.queue)
                 self.prefill.observe(row.times.prefill)
                 self.decode.observe(row.times.decode)
@@ -270,6 +270,9 @@ class RequestClock:
         else:
             self._metrics.between.observe(now - self._last)
         self._last = now
+
+    def since_first_token(self) -> float:
+        return time.monotonic() - self._first if self._first else 0.0
 
     def finished(self, reason: str, tokens: int) -> None:
         metrics = self._metrics

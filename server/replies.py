@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from server.disconnect import event_text
 from server.generation import Delta, Generation
-from server.logprobs import chat_logprobs, completion_logprobs
+from server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from server.schemas import UsageWanted
 from server.token_bytes import TokenBytes
 
@@ -25,7 +25,15 @@ def completion_chunk(reply: Reply, delta: Delta) -> list[dict[str, Any]]:
 
 def completion_choice(reply: Reply, delta: Delta) -> dict[str, Any]:
     logprobs = completion_logprobs(reply.vocabulary, delta.logprobs, delta.offsets) if reply.logprobs else None
-    return {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
+    end = {"finish_reason": delta.finish} | stop_reason(delta)
+    scored = delta.prompt_logprobs
+    extra = {} if scored is None else {"prompt_logprobs": prompt_logprobs(reply.vocabulary, scored)}
+    return {"index": delta.index, "text": delta.text, "logprobs": logprobs} | end | extra
+
+
+def stop_reason(delta: Delta) -> dict[str, str]:
+    """vLLM's name for the stop string that ended a choice."""
+    return {} if delta.stop is None else {"stop_reason": delta.stop}
 
 
 def chat_chunk(reply: Reply, delta: Delta) -> list[dict[str, Any]]:
@@ -38,7 +46,7 @@ def chat_chunk(reply: Reply, delta: Delta) -> list[dict[str, Any]]:
         logprobs = chat_logprobs(reply.vocabulary, delta.logprobs) if reply.logprobs else None
         choices.append(chat_delta(delta.index, {"content": delta.text}, logprobs))
     if delta.finish is not None:
-        choices.append(chat_delta(delta.index, {}, finish=delta.finish))
+        choices.append(chat_delta(delta.index, {}, finish=delta.finish) | stop_reason(delta))
     return choices
 
 
@@ -49,7 +57,8 @@ def chat_delta(index: int, delta: dict[str, Any], logprobs: Any = None, finish: 
 def chat_choice(reply: Reply, delta: Delta) -> dict[str, Any]:
     message = {"role": "assistant", "content": delta.text, "refusal": None}
     logprobs = chat_logprobs(reply.vocabulary, delta.logprobs) if reply.logprobs else None
-    return {"index": delta.index, "message": message, "logprobs": logprobs, "finish_reason": delta.finish}
+    end = {"finish_reason": delta.finish} | stop_reason(delta)
+    return {"index": delta.index, "message": message, "logprobs": logprobs} | end
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +122,23 @@ class Reply:
                 for delta in deltas:
                     join(total.setdefault(delta.index, Delta(delta.index)), delta)
         choices = [self.format.choice(self, total[index]) for index in sorted(total)]
-        return self.head(self.format.object) | {"choices": choices, "usage": self.usage()} | self.warnings()
+        ends = {"choices": choices, "usage": self.usage(), "timings": timings(self.generation)}
+        return self.head(self.format.object) | ends | self.scored_prompt(total[0]) | self.warnings()
+
+    def scored_prompt(self, first: Delta) -> dict[str, Any]:
+        """A chat has one prompt, so its scores stand beside the choices, as in vLLM."""
+        if self.format is not CHAT or first.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self.vocabulary, first.prompt_logprobs)}
 
     async def events(self, steps: AsyncIterator[list[Delta]]) -> AsyncIterator[str]:
         """Server-sent events, all of a step in one string."""
+        async with aclosing(self.chunks(steps)) as all_chunks:
+            async for chunks in all_chunks:
+                yield "".join(map(event_text, chunks))
+
+    async def chunks(self, steps: AsyncIterator[list[Delta]]) -> AsyncGenerator[list[dict[str, Any]]]:
+        """What a stream sends, step by step. timings come on the last chunk of all."""
         head = self.head(self.format.chunk_object)
         running = len(self.generation.choices)
         async with aclosing(steps):  # type: ignore[type-var]
@@ -129,10 +151,12 @@ class Reply:
                 ]
                 if chunks and not running:
                     chunks[-1] |= self.warnings()
+                    if self.usage_wanted == "never":
+                        chunks[-1]["timings"] = timings(self.generation)
                 if chunks:
-                    yield "".join(map(event_text, chunks))
+                    yield chunks
         if self.usage_wanted != "never":
-            yield event_text(head | {"choices": [], "usage": self.usage()})
+            yield [head | {"choices": [], "usage": self.usage(), "timings": timings(self.generation)}]
 
 
 def join(total: Delta, delta: Delta) -> None:
@@ -140,3 +164,29 @@ def join(total: Delta, delta: Delta) -> None:
     total.logprobs += delta.logprobs
     total.offsets += delta.offsets
     total.finish = delta.finish or total.finish
+    total.stop = delta.stop or total.stop
+    total.prompt_logprobs = delta.prompt_logprobs or total.prompt_logprobs
+
+
+def timings(generation: Generation) -> dict[str, float | None]:
+    """llama-server's names, and queue_ms. Rates leave out cached prompt tokens and each choice's first token."""
+    times, cached = generation.times, generation.cached_tokens
+    prompt, output = generation.prompt_tokens - cached, generation.completion_tokens
+    return {
+        "queue_ms": milliseconds(times.queue),
+        "cache_n": cached,
+        "prompt_n": prompt,
+        "prompt_ms": milliseconds(times.prefill),
+        "prompt_per_second": rate(prompt, times.prefill),
+        "predicted_n": output,
+        "predicted_ms": milliseconds(times.decode),
+        "predicted_per_second": rate(max(0, output - len(generation.choices)), times.decode),
+    }
+
+
+def milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+def rate(count: int, seconds: float) -> float | None:
+    return round(count / seconds, 2) if seconds > 0 else None

@@ -68,8 +68,10 @@ def sampling_defaults(folder: Path) -> dict[str, float]:
 
 
 def sampling_params(
-    body: GenerationBody, limits: ModelLimits, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+    body: GenerationBody, limits: ModelLimits, max_tokens: int, logprobs: int | None, echo_logprobs: int | None = None
 ) -> SamplingParams:
+    """max_tokens: of one choice. echo_logprobs: alternatives of each echoed prompt token."""
+
     def given(name: str, default: float) -> Any:
         value = getattr(body, name)
         return limits.defaults.get(name, default) if value is None else value
@@ -93,8 +95,9 @@ def sampling_params(
         stop_token_ids=stop_tokens(body, limits),
         min_tokens=body.min_tokens or 0,
         logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=max((k for k in (body.prompt_logprobs, echo_logprobs) if k is not None), default=None),
         n=body.n or 1,
+        best_of=body.best_of,
     )
 
 

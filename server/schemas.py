@@ -14,12 +14,11 @@ MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 
 WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""Fields of the OpenAI API that label a request and cannot change its answer here."""
+"""Fields of the OpenAI API that label a request and change no answer here: named in `warnings`, never refused."""
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "beam_width": (),
-    "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
     "function_call": ("none", "auto"),
@@ -32,7 +31,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
@@ -43,6 +41,15 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Fields that callers know and this server does not serve, with the values that ask for nothing (null always does)."""
+
+NO_BEAMS = "beam search is not offered; n with best_of ranks sampled choices"
+REASONS = {
+    "suffix": "no model served here fills in the middle; send the text before the gap as prompt",
+    "use_beam_search": NO_BEAMS,
+    "beam_width": NO_BEAMS,
+    "length_penalty": NO_BEAMS,
+}
+"""Why, where there is more to say than that a field is not served."""
 
 
 class Body(BaseModel):
@@ -80,6 +87,7 @@ class GenerationBody(Body):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -98,6 +106,7 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
@@ -109,6 +118,21 @@ class GenerationBody(Body):
             raise ValueError("stream_options needs stream: true")
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs cannot be streamed; send stream: false")
+        return self
+
+    @model_validator(mode="after")
+    def check_best_of(self) -> GenerationBody:
+        n = self.n or 1
+        if self.best_of is None or self.best_of == n:
+            return self
+        if self.best_of < n:
+            raise ValueError(f"best_of {self.best_of} is less than n {n}")
+        if self.stream:
+            raise ValueError(f"best_of {self.best_of} above n {n} cannot be streamed: the best are known at the end")
+        if self.stops:
+            raise ValueError(f"best_of {self.best_of} above n {n} ranks whole outputs: use stop_token_ids, not stop")
         return self
 
     @property
@@ -202,6 +226,10 @@ def unknown_fields(body: GenerationBody) -> list[str]:
             continue
         if name not in NOT_SUPPORTED:
             unknown.append(name)
-        elif value not in NOT_SUPPORTED[name] and not (name == "best_of" and value == body.n):
+        elif value not in NOT_SUPPORTED[name]:
             raise ValueError(name)
     return unknown
+
+
+def fields_without_effect(body: GenerationBody) -> list[str]:
+    return [name for name, value in (body.model_extra or {}).items() if name in WITHOUT_EFFECT and value is not None]

@@ -221,7 +221,7 @@ class Engine:
                 error=error,
                 cached_tokens=request.num_cached if is_first else None,
                 usage=sequence.usage() if finish else None,
-                times=sequence.times(self._clock()) if finish else None,
+                times=sequence.times(self._clock()) if finish or is_first else None,
                 embedding=embedding,
             )
         )

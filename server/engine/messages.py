@@ -141,7 +141,7 @@ class Row:
 
     tokens: the new ids in order (a stop token is included, its text is not shown). finish is None while it runs.
     stop_token: the id that ended it, if one did. error: what to tell the client when finish is "error".
-    cached_tokens is set on the first row of the choice; usage and times on the last.
+    cached_tokens is set on the first row of the choice, usage on the last, times on both.
     """
 
     id: str

@@ -18,7 +18,7 @@ from server.errors import bad_request
 from server.generation import Generation, PromptText, TextOptions, prompt_text
 from server.replies import CHAT, COMPLETION, Reply
 from server.sampling import sampling_params
-from server.schemas import ChatBody, CompletionBody, GenerationBody, unknown_fields
+from server.schemas import REASONS, ChatBody, CompletionBody, GenerationBody, fields_without_effect, unknown_fields
 from server.service import Service
 from server.strict_json import StrictRoute
 from server.text import decode
@@ -87,10 +87,12 @@ def read_warnings(service: Service, body: GenerationBody) -> list[str]:
         unknown = [ascii(name)[1:-1] for name in unknown_fields(body)]
     except ValueError as error:
         name = str(error)
-        raise bad_request(f"{name}: this server does not support this field, or not this value of it", name) from None
+        reason = REASONS.get(name, "this server does not support this field, or not this value of it")
+        raise bad_request(f"{name}: {reason}", name) from None
     if unknown and service.config.strict_params:
         raise bad_request(f"{unknown[0]}: there is no such field (--strict-params)", unknown[0])
-    return [f"{name}: unknown field, ignored" for name in unknown]
+    without_effect = [f"{name}: accepted, has no effect here" for name in fields_without_effect(body)]
+    return [f"{name}: unknown field, ignored" for name in unknown] + without_effect
 
 
 async def begin_completion(service: Service, body: CompletionBody, request_id: str) -> Reply:
@@ -99,12 +101,13 @@ async def begin_completion(service: Service, body: CompletionBody, request_id: s
     if hide_output and not body.echo:
         raise bad_request("max_tokens: 0 gives nothing but an echo; set echo, or ask for at least 1", "max_tokens")
     prompts = await completion_prompts(service, body)
+    echo_logprobs = body.logprobs if body.echo else None
     params = []
     for prompt in prompts:
         limits.check_prompt(prompt.tokens)
         budget = limits.output_budget(1 if hide_output else body.max_tokens, len(prompt.tokens), COMPLETION_TOKENS)
-        params.append(sampling_params(body, limits, budget, body.logprobs, body.logprobs if body.echo else None))
-    options = text_options(body, echo=bool(body.echo), hide_output=hide_output)
+        params.append(sampling_params(body, limits, budget, body.logprobs, echo_logprobs))
+    options = text_options(body, echo=bool(body.echo), hide_output=hide_output, echo_logprobs=echo_logprobs)
     generation = make_generation(service, body, request_id, prompts, params, options)
     vocabulary = service.tokenizer.vocabulary
     return Reply(COMPLETION, model, generation, vocabulary, body.logprobs is not None, body.usage)
@@ -153,13 +156,17 @@ async def chat_tokens(service: Service, body: ChatBody) -> list[int]:
     return await service.tokenizer.encode_rendered_aside(text, marker)
 
 
-def text_options(body: GenerationBody, *, echo: bool = False, hide_output: bool = False) -> TextOptions:
+def text_options(
+    body: GenerationBody, *, echo: bool = False, hide_output: bool = False, echo_logprobs: int | None = None
+) -> TextOptions:
     return TextOptions(
         stops=body.stops,
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
         echo=echo,
         hide_output=hide_output,
+        echo_logprobs=echo_logprobs,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 
