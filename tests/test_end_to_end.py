@@ -15,10 +15,11 @@ import httpx
 import openai
 import pytest
 
-from tests.conftest import LiveServer, ServerFactory
+from tests.conftest import LiveServer, start_server
 
 HI = [{"role": "user", "content": "hi"}]
-SEEDED = {"seed": 7, "temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
+ENDLESS: dict[str, Any] = {"prompt": "abc", "max_tokens": 15000, "ignore_eos": True}
+SEEDED: dict[str, Any] = {"seed": 7, "temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +55,10 @@ def running(http: httpx.Client) -> tuple[float, float]:
     return values[0], values[1]
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def wait_for(http: httpx.Client, at_most: tuple[float, float], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
+    while any(seen > limit for seen, limit in zip(running(http), at_most, strict=True)):
+        assert time.monotonic() < deadline, f"still {running(http)} running and waiting"
         time.sleep(0.02)
 
 
@@ -150,42 +151,48 @@ def test_timings_come_on_the_last_event_of_a_stream(http: httpx.Client, options:
 # ---- clients that leave, deadlines, the end of the server
 
 
-def test_a_client_that_leaves_is_ended_in_every_phase(
-    tiny_model: Callable[..., Path], server_factory: ServerFactory
-) -> None:
-    """One sequence runs at a time: the first decodes, the second waits; both clients hang up."""
-    live = server_factory(tiny_model("llama", max_position_embeddings=20000), "--max-num-seqs", "1")
-    endless = {"max_tokens": 15000, "ignore_eos": True, "stream": True}
-    with httpx.Client(base_url=live.url, timeout=60) as http:
-        with http.stream("POST", "/v1/completions", json={"prompt": "abc"} | endless) as decoding:
+@pytest.fixture(scope="module")
+def narrow(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """One sequence runs at a time, with room for long ones."""
+    log = tmp_path_factory.mktemp("narrow") / "server.log"
+    flags = ("--max-num-seqs", "1", "--drain-timeout", "0.5")
+    server = start_server(tiny_model("llama", max_position_embeddings=20000), log, *flags)
+    server.wait_ready()
+    yield server
+    if server.process.poll() is None:
+        server.stop()
+
+
+def test_a_client_that_leaves_is_ended_in_every_phase(narrow: LiveServer) -> None:
+    """The first request decodes, the second waits, the third is in prefill; each client hangs up."""
+    with httpx.Client(base_url=narrow.url, timeout=60) as http:
+        with http.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as decoding:
             next(decoding.iter_lines())
             with pytest.raises(httpx.ReadTimeout):
-                http.post("/v1/completions", json={"prompt": "waits"} | endless, timeout=0.3)
-            until(lambda: running(http) == (1, 0))
-        until(lambda: running(http) == (0, 0))
-        with pytest.raises(httpx.ReadTimeout):  # in prefill: hundreds of chunks
+                http.post("/v1/completions", json=ENDLESS, timeout=0.3)
+            wait_for(http, at_most=(1, 0))
+        wait_for(http, at_most=(0, 0))
+        with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json={"prompt": "z" * 19000, "max_tokens": 1}, timeout=0.3)
-        until(lambda: running(http) == (0, 0))
+        wait_for(http, at_most=(0, 0))
         assert complete(http, max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-def test_deadlines_and_drain(tiny_model: Callable[..., Path], server_factory: ServerFactory) -> None:
-    flags = ("--max-num-seqs", "1", "--drain-timeout", "0.5")
-    live = server_factory(tiny_model("llama", max_position_embeddings=20000), *flags)
-    endless = {"prompt": "abc", "max_tokens": 15000, "ignore_eos": True}
-    with httpx.Client(base_url=live.url, timeout=60) as http:
-        cut = complete(http, **(endless | {"timeout": 0.4}))
+def test_deadlines_and_drain(narrow: LiveServer) -> None:
+    """Ends its server."""
+    with httpx.Client(base_url=narrow.url, timeout=60) as http:
+        cut = complete(http, **(ENDLESS | {"timeout": 0.4}))
         assert cut["choices"][0]["finish_reason"] == "length" and "timeout" in cut["warnings"][0]
-        assert 0 < cut["usage"]["completion_tokens"] < 15000
-        with http.stream("POST", "/v1/completions", json=endless | {"stream": True}) as stream:
+        assert 0 < cut["usage"]["completion_tokens"] < ENDLESS["max_tokens"]
+        with http.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
-            late = http.post("/v1/completions", json=endless | {"queue_timeout": 0.2})
+            late = http.post("/v1/completions", json=ENDLESS | {"queue_timeout": 0.2})
             assert late.status_code == 503 and late.json()["error"]["code"] == "queue_timeout"
-            live.process.send_signal(signal.SIGTERM)
+            narrow.process.send_signal(signal.SIGTERM)
             data = [line for line in lines if line]
         assert json.loads(data[-2].removeprefix("data: "))["error"]["code"] == "drain" and data[-1] == "data: [DONE]"
-    assert live.process.wait(30) == 0
+    assert narrow.process.wait(30) == 0
 
 
 # ---- the official client
