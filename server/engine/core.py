@@ -26,6 +26,7 @@ from server.engine.plan import Pending, PlanRow, RowResult, Runner, SampledToken
 from server.engine.request import Request, Sequence
 from server.engine.resident import ResidentMemory
 from server.engine.scheduler import Scheduler
+from server.engine.stats import Counters, engine_stats
 from server.engine.views import VIEWS
 
 NAN = "no token could be sampled: the model produced NaN or infinite logits (or the request rules out every token)"
@@ -54,7 +55,7 @@ class Engine:
         self._rows: list[Row] = []
         self._resident = ResidentMemory()
         self._kv_resident = ResidentMemory(kv_resident or (lambda: info.kv_bytes_allocated), KV_RESIDENT_INTERVAL_NS)
-        self._steps = self._prompt_tokens = self._generation_tokens = self._nan_rows = 0
+        self._counters = Counters()
 
     @property
     def has_work(self) -> bool:
@@ -168,14 +169,14 @@ class Engine:
                 self._fail_nan(request)
         if row.end >= request.prompt_len and not request.prompt_counted:
             request.prompt_counted = True
-            self._prompt_tokens += request.prompt_len
+            self._counters.prompt_tokens += request.prompt_len
 
     def _take_token(self, sequence: Sequence, sampled: SampledToken, now: int) -> None:
         if not sampled.finite:
             self._fail_nan(sequence.request)
             return
         sequence.append(sampled.token)
-        self._generation_tokens += 1
+        self._counters.generation_tokens += 1
         if sequence.first_token_ns is None:
             sequence.first_token_ns = now
         finish = self._finish_reason(sequence, sampled.token)
@@ -245,7 +246,7 @@ class Engine:
             self._report(sequence, sequence.output_ids(), wanted, sequence.finish)
 
     def _fail_nan(self, request: Request) -> None:
-        self._nan_rows += 1
+        self._counters.nan_rows += 1
         for sequence in request.sequences:
             self.tables.forget(sequence)
         self._end_request(request, "error", NAN)
@@ -277,38 +278,10 @@ class Engine:
     # ---- books --------------------------------------------------------------------------------------------
 
     def _stats(self, plan: StepPlan, started: int) -> EngineStats:
-        self._steps += bool(plan.rows)
         now = self._clock()
         self.tables.advance(now)
-        scheduler, pools = self.scheduler, self.tables.pools
-        used, allocated = self.tables.slots(scheduler.running)
-        return EngineStats(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            pages_active=sum(pool.num_active for pool in pools),
-            pages_cached=sum(pool.num_cached for pool in pools),
-            pages_free=sum(pool.num_free for pool in pools),
-            slots_used=used,
-            slots_allocated=allocated,
-            shared_bytes_saved=sum(pool.extra_references * pool.page_bytes for pool in pools),
-            steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
-            preemptions=scheduler.num_preemptions,
-            evictions=sum(pool.evictions for pool in pools),
-            nan_rows=self._nan_rows,
-            active_byte_ns=sum(pool.page_bytes * pool.ledger.active_ns for pool in pools),
-            cached_byte_ns=sum(pool.page_bytes * pool.ledger.cached_ns for pool in pools),
-            step_tokens=plan.num_tokens,
-            step_seconds=(now - started) / 1e9,
-            rss_bytes=self._resident.read(now),
-            resident_kv_bytes=sum(pool.touched * pool.page_bytes for pool in pools),
-            active_bytes=sum(pool.page_bytes * pool.num_active for pool in pools),
-            cached_bytes=sum(pool.page_bytes * pool.num_cached for pool in pools),
-            now_ns=now,
-        )
+        self._counters.steps += bool(plan.rows)
+        return engine_stats(self._counters, self.scheduler, plan, started, now, self._resident.read(now))
 
     def check_integrity(self) -> None:
         """Compare the books with each other; raises AssertionError where they differ."""
