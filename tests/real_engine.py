@@ -13,6 +13,7 @@ from model.config import load_config
 from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.kv_cost import layout_for
+from model.ops.reference import ReferenceOps
 from model.ops.select import ops_for
 from model.weights import load_decoder
 from server.engine.core import Engine
@@ -26,13 +27,14 @@ CPU = torch.device("cpu")
 
 
 @cache
-def decoder_of(folder: Path) -> Decoder:
-    return load_decoder(folder, load_config(folder), ops_for(CPU), CPU, torch.float32)
+def decoder_of(folder: Path, reference: bool = False, dtype: str = "float32") -> Decoder:
+    ops = ReferenceOps() if reference else ops_for(CPU)
+    return load_decoder(folder, load_config(folder), ops, CPU, getattr(torch, dtype))
 
 
 @dataclass(frozen=True)
 class Setup:
-    """pages leaves out the scratch page."""
+    """pages leaves out the scratch page. reference: plain torch, also where there are kernels."""
 
     pages: int = 400
     page_size: int = 4
@@ -40,11 +42,13 @@ class Setup:
     max_num_seqs: int = 32
     prefix_caching: bool = True
     overlaps: bool = False
+    reference: bool = False
+    dtype: str = "float32"
 
     def engine(self, folder: Path, wrap: Callable[[Decoder], Model] = lambda decoder: decoder) -> Engine:
         """wrap stands between the runner and the decoder, so that a test can make a forward go wrong."""
-        decoder, config = decoder_of(folder), load_config(folder)
-        layout = layout_for(config, self.page_size, "float32")
+        decoder, config = decoder_of(folder, self.reference, self.dtype), load_config(folder)
+        layout = layout_for(config, self.page_size, self.dtype)
         kv = KVCache(layout, (self.pages + 1,) * len(layout.groups), CPU)
         for storage in kv.storages:
             storage.fill_(torch.nan)  # what was never written must not matter
@@ -53,7 +57,7 @@ class Setup:
         scheduler = Scheduler(
             Limits(length, self.max_num_seqs, self.budget, prompt_logits=max(1, self.budget // 4)), tables
         )
-        runner = ModelRunner(wrap(decoder), kv, ops_for(CPU), config.vocab_size, CPU, self.overlaps)
+        runner = ModelRunner(wrap(decoder), kv, decoder.ops, config.vocab_size, CPU, self.overlaps)
         return Engine(scheduler, runner, info(length, config.vocab_size))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,14 +73,19 @@ def outcomes(rows: list[Row]) -> dict[tuple[str, int], Outcome]:
     return found
 
 
+BACKENDS: dict[str, dict[str, Any]] = {
+    "kernels": {},  # plain torch where there are none
+    "torch": {"reference": True},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+
+
 @cache
-def undisturbed(folder: Path) -> dict[tuple[str, int], Outcome]:
-    found: dict[tuple[str, int], Outcome] = {}
-    for submit in SUBMITS.values():
-        for choice in range(submit.params.n):
-            rows = run(Setup(prefix_caching=False).engine(folder), submit)
-            found |= {(submit.id, choice): outcomes(rows)[submit.id, choice]}
-    return found
+def undisturbed(folder: Path, backend: str = "kernels") -> dict[tuple[str, int], Outcome]:
+    alone = replace(Setup(prefix_caching=False), **BACKENDS[backend])
+    return {
+        key: outcome for one in SUBMITS.values() for key, outcome in outcomes(run(alone.engine(folder), one)).items()
+    }
 
 
 DISTURBANCES = {
@@ -97,26 +103,37 @@ DISTURBANCES = {
 }
 
 
-MATRIX = [(kind, name) for kind in MODELS for name in DISTURBANCES if kind == "llama" or name != "token by token"]
+ALWAYS = ("in one batch", "chunks of 5", "chunks that never end on a page", "preempted", "late and preempted")
+MATRIX = [
+    pytest.param(backend, kind, name, marks=() if fast else pytest.mark.slow)
+    for backend in BACKENDS
+    for kind in MODELS
+    for name in DISTURBANCES
+    for fast in [
+        (backend == "kernels" or kind == "llama") and (name in ALWAYS or (backend, kind) == ("kernels", "llama"))
+    ]
+]
 
 
-@pytest.mark.parametrize(("kind", "name"), MATRIX)
-def test_same_bits(tiny_model: Callable[..., Path], kind: str, name: str) -> None:
-    folder, setup = tiny_model(kind, **MODELS[kind]), DISTURBANCES[name]
-    engine = setup.engine(folder)
-    assert outcomes(run(engine, *SUBMITS.values())) == undisturbed(folder)
+@pytest.mark.parametrize(("backend", "kind", "name"), MATRIX)
+def test_same_bits(tiny_model: Callable[..., Path], backend: str, kind: str, name: str) -> None:
+    folder = tiny_model(kind, **MODELS[kind])
+    engine = replace(DISTURBANCES[name], **BACKENDS[backend]).engine(folder)
+    assert outcomes(run(engine, *SUBMITS.values())) == undisturbed(folder, backend)
     if "preempted" in name:
         assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_same_bits_from_a_warm_cache(tiny_model: Callable[..., Path], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "kind"), [("kernels", kind) for kind in MODELS] + [("torch", "llama"), ("bfloat16", "llama")]
+)
+def test_same_bits_from_a_warm_cache(tiny_model: Callable[..., Path], backend: str, kind: str) -> None:
     """Also waybarrios/vllm-mlx 775: requests one after another corrupted each other on a mixed window/full model."""
     folder = tiny_model(kind, **MODELS[kind])
-    engine = Setup().engine(folder)
+    engine = Setup(**BACKENDS[backend]).engine(folder)
     run(engine, *SUBMITS.values())
     hits = engine.scheduler.prefix_hits
-    assert outcomes(run(engine, *reversed(SUBMITS.values()))) == undisturbed(folder)
+    assert outcomes(run(engine, *reversed(SUBMITS.values()))) == undisturbed(folder, backend)
     assert engine.scheduler.prefix_hits > hits + 200
 
 
