@@ -161,10 +161,14 @@ class EngineClient:
         if any(known):
             self._throughput.finished()
 
-    def finish(self, stream: Stream) -> None:
-        """End what still runs because its text is complete (a stop string was found)."""
-        self._close(stream, "stop_string")
-        stream.end()
+    def finish(self, stream: Stream, wait: bool = False) -> None:
+        """End what still runs because its text is complete (a stop string was found). wait: last rows still come."""
+        if not wait:
+            self._close(stream, "stop_string")
+            stream.end()
+        elif stream.open and not stream.is_stopping:
+            stream.is_stopping = True
+            self._process.send(Abort(tuple({id for id, _ in stream.open}), "stop_string"))
 
     def abort(self, stream: Stream, reason: AbortReason) -> None:
         """End what still runs; the reader gets the rows that came before, then StreamCutError."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
-from server.engine.messages import RequestTimes, Row, SamplingParams, Submit, TokenLogprob
+from server.engine.messages import RequestTimes, RequestUsage, Row, SamplingParams, Submit, TokenLogprob
 from server.errors import ApiError
 from server.metrics import Metrics, RequestClock
 from server.stream import Stream
@@ -159,6 +160,9 @@ class Generation:
         self._cached: dict[str, int] = {}
         self._stream: Stream | None = None
         self._failure: str | None = None
+        self.kv_usage = False
+        """The engine's bill for KV memory is wanted: it comes with the last row of a choice, even of a stopped one."""
+        self._bills: list[RequestUsage] = []
         self.submits = [
             Submit(f"{request_id}-{index}", Submit.pack(prompt.tokens), own, priority=priority, cache_salt=cache_salt)
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
@@ -190,6 +194,17 @@ class Generation:
         each = [choice.times for choice in self.choices.values()]
         return RequestTimes(*(max(getattr(times, name) for times in each) for name in ("queue", "prefill", "decode")))
 
+    def kv_cost(self) -> dict[str, Any] | None:
+        """Sums over the choices, or None until the engine has told the cost of each."""
+        if len(self._bills) < len(self.choices):
+            return None
+        return {
+            "peak_bytes": sum(bill.kv_peak_bytes for bill in self._bills),
+            "byte_seconds": sum(bill.kv_byte_ns for bill in self._bills) / 1e9,
+            "pages": sum(bill.peak_pages for bill in self._bills),
+            "cached_tokens": self.cached_tokens,
+        }
+
     async def deltas(
         self, client: EngineClient, timeout: float | None = None, queue_timeout: float | None = None
     ) -> AsyncIterator[list[Delta]]:
@@ -202,7 +217,7 @@ class Generation:
                     if self._failure is not None:
                         raise ApiError(500, self._failure, code="request_failed")
                     if all(choice.finish for choice in self.choices.values()):
-                        client.finish(stream)
+                        client.finish(stream, wait=self.kv_usage)
         except StreamCutError as cut:
             if cut.reason != "timeout":
                 raise refusal_of(cut) from None
@@ -226,7 +241,9 @@ class Generation:
         deltas: dict[int, Delta] = {}
         for row in rows:
             choice = self.choices[(row.id, row.choice)]
-            if row.finish in ("error", "abort"):
+            if row.usage is not None:
+                self._bills.append(row.usage)
+            if row.finish in ("error", "abort") and choice.finish is None:
                 self._failure = row.error or "the engine gave this request up"
                 break  # what came before it is still shown
             if row.cached_tokens is not None:

@@ -18,32 +18,19 @@ from server.client import EngineClient
 from server.engine.messages import EngineInfo, EngineStats, StepOutput
 
 TTFT_BUCKETS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
-)
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
 TOKEN_TIME_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 COUNT_BUCKETS = tuple(mantissa * 10**power for power in range(6) for mantissa in (1, 2, 5))
+ITERATION_BUCKETS = (1, *(2**power for power in range(3, 15)))
+REASONS = {
+    400: "bad_request", 401: "no_valid_key", 404: "not_found", 405: "wrong_method", 408: "slow_body",
+    413: "body_too_large", 415: "encoding", 429: "queue_full", 499: "client_gone", 500: "fault", 503: "not_ready",
+}  # fmt: skip
+"""Why a request was refused, by the status it got."""
+PHASES = ("convert", "load", "allocate", "warm_up")
 disable_created_metrics()  # type: ignore[no-untyped-call]
 LABELS = ["model_name", "engine"]
 
@@ -75,9 +62,16 @@ def stat(name: str) -> Callable[[EngineStats, EngineInfo | None], float]:
     return lambda stats, info: getattr(stats, name)
 
 
+def byte_seconds(state: int) -> Callable[[EngineStats, EngineInfo | None], float]:
+    """Carried on from the last step to now: time costs while the engine idles."""
+    return lambda stats, info: stats.byte_ns_at(time.monotonic_ns())[state] / 1e9
+
+
 POOL, PAGES, SLOTS = "ropeway_kv_pool_bytes", "ropeway_kv_pages", "ropeway_kv_token_slots"
 POOL_HELP = "Bytes of the KV pool: predicted by arithmetic, allocated, resident in memory"
 PAGES_HELP = "KV pages by state; the states sum to all pages that can be given out"
+BYTE_SECONDS = "ropeway_kv_byte_seconds"
+BYTE_SECONDS_HELP = "Bytes of KV pages times seconds held by requests (active) or kept for reuse (cached)"
 SLOTS_HELP = "Token slots of active pages: allocated, and used by a token"
 
 READINGS = (
@@ -98,44 +92,26 @@ READINGS = (
     Reading(
         POOL,
         POOL_HELP,
-        lambda stats, info: stats.resident_kv_bytes or (info.kv_bytes_resident if info is not None else 0),
+        stat("resident_kv_bytes"),
         extra=(("kind", "resident"),),
     ),
-    Reading(
-        PAGES,
-        PAGES_HELP,
-        # Before the first step nothing is active or cached: every page but the scratch page of each group is free.
-        lambda stats, info: (
-            stats.pages_free if pages(stats) or info is None else sum(info.num_pages) - len(info.num_pages)
-        ),
-        extra=(("state", "free"),),
-    ),
+    Reading(PAGES, PAGES_HELP, stat("pages_free"), extra=(("state", "free"),)),
     Reading(PAGES, PAGES_HELP, stat("pages_active"), extra=(("state", "active"),)),
     Reading(PAGES, PAGES_HELP, stat("pages_cached"), extra=(("state", "cached"),)),
     Reading(SLOTS, SLOTS_HELP, stat("slots_used"), extra=(("kind", "used"),)),
     Reading(SLOTS, SLOTS_HELP, stat("slots_allocated"), extra=(("kind", "allocated"),)),
     Reading("ropeway_kv_shared_bytes_saved", "Bytes that shared pages save now", stat("shared_bytes_saved")),
     Reading("ropeway_kv_evictions", "Cached pages given to another sequence", stat("evictions"), True),
-    Reading(
-        "ropeway_kv_byte_seconds",
-        "Bytes of KV pages times seconds held",
-        lambda stats, info: stats.active_byte_ns / 1e9,
-        True,
-        (("state", "active"),),
-    ),
-    Reading(
-        "ropeway_kv_byte_seconds",
-        "Bytes of KV pages times seconds held",
-        lambda stats, info: stats.cached_byte_ns / 1e9,
-        True,
-        (("state", "cached"),),
-    ),
+    Reading(BYTE_SECONDS, BYTE_SECONDS_HELP, byte_seconds(0), True, (("state", "active"),)),
+    Reading(BYTE_SECONDS, BYTE_SECONDS_HELP, byte_seconds(1), True, (("state", "cached"),)),
+    Reading("ropeway_kv_capacity_tokens", "Tokens that the KV pool can keep", fact("capacity_tokens")),
+    Reading("ropeway_kv_bytes_per_token", "Bytes of one token's KV in all layers", fact("token_bytes")),
     Reading("ropeway_weights_bytes", "Bytes of the weights as loaded", fact("weights_bytes")),
     Reading("ropeway_workspace_bytes", "Bytes of work buffers", fact("workspace_bytes")),
     Reading(
         "ropeway_process_resident_bytes",
         "Resident memory by process",
-        lambda stats, info: stats.rss_bytes or (info.rss_bytes if info is not None else 0),
+        stat("rss_bytes"),
         extra=(("process", "engine"),),
     ),
     Reading(
@@ -155,10 +131,12 @@ def own_resident_bytes() -> int:
 
 
 class EngineReadings:
-    """The table as a Prometheus collector."""
+    """The table as a Prometheus collector. A counter never falls, not even by what was carried on beyond a step."""
 
     def __init__(self, model_name: str, client: Callable[[], EngineClient | None]) -> None:
         self._labels, self._client = [model_name, "0"], client
+        self._highest: dict[Reading, float] = {}
+        self.phases = dict.fromkeys(PHASES, 0.0)
 
     def collect(self) -> Iterator[Metric]:
         client = self._client()
@@ -169,9 +147,22 @@ class EngineReadings:
             names, values = [name for name, _ in reading.extra], [value for _, value in reading.extra]
             if reading.name not in families:
                 families[reading.name] = kind(reading.name, reading.help, labels=LABELS + names)
-            families[reading.name].add_metric(self._labels + values, reading.read(stats, info))  # type: ignore[attr-defined]
+            value = reading.read(stats, info)
+            if reading.counter:
+                value = self._highest[reading] = max(value, self._highest.get(reading, 0))
+            families[reading.name].add_metric(self._labels + values, value)  # type: ignore[attr-defined]
         yield from families.values()
+        yield self._startup(info)
         yield from self._cache_config(info)
+
+    def _startup(self, info: EngineInfo | None) -> Metric:
+        seconds = self.phases | dict(info.phases if info is not None else ())
+        family = GaugeMetricFamily(
+            "ropeway_startup_seconds", "Time of each phase of the start", labels=[*LABELS, "phase"]
+        )
+        for phase, value in seconds.items():
+            family.add_metric([*self._labels, phase], value)
+        return family
 
     def _cache_config(self, info: EngineInfo | None) -> Iterable[Metric]:
         """vLLM's way to publish settings: a gauge of 1 whose labels hold them. Routers parse num_gpu_blocks."""
@@ -184,6 +175,7 @@ class EngineReadings:
             "cache_dtype": info.kv_dtype,
             "enable_prefix_caching": info.prefix_caching,
             "kv_cache_memory_bytes": info.kv_bytes_allocated,
+            "kv_cache_size_tokens": info.capacity_tokens,
         }
         family = GaugeMetricFamily("vllm:cache_config_info", "Settings of the KV cache", labels=LABELS + list(facts))
         family.add_metric(self._labels + [str(value) for value in facts.values()], 1)
@@ -195,7 +187,8 @@ class Metrics:
 
     def __init__(self, model_name: str, client: Callable[[], EngineClient | None]) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineReadings(model_name, client))
+        self.engine = EngineReadings(model_name, client)
+        self.registry.register(self.engine)
         self.labels = (model_name, "0")
         self.first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to first token", TTFT_BUCKETS
@@ -216,7 +209,8 @@ class Metrics:
         self.generated = self._histogram(
             "vllm:request_generation_tokens", "Generated tokens of a request", COUNT_BUCKETS
         )
-        self.iteration = self._histogram("vllm:iteration_tokens_total", "Tokens of one forward", COUNT_BUCKETS)
+        self.inference = self._histogram("vllm:request_inference_time_seconds", "Prefill and decode", LATENCY_BUCKETS)
+        self.iteration = self._histogram("vllm:iteration_tokens_total", "Tokens of one forward", ITERATION_BUCKETS)
         self.success = Counter(
             "vllm:request_success",
             "Requests by the way they ended",
@@ -224,8 +218,13 @@ class Metrics:
             registry=self.registry,
         )
         self._rejected = Counter(
-            "ropeway_requests_rejected", "Requests refused, by status", [*LABELS, "status"], registry=self.registry
+            "ropeway_requests_rejected",
+            "Requests refused, by status and reason",
+            [*LABELS, "status", "reason"],
+            registry=self.registry,
         )
+        for status, name in REASONS.items():
+            self._rejected.labels(*self.labels, str(status), name)
         for reason in ("stop", "length", "abort", "error"):
             self.success.labels(*self.labels, reason)
 
@@ -242,9 +241,10 @@ class Metrics:
                 self.queue.observe(row.times.queue)
                 self.prefill.observe(row.times.prefill)
                 self.decode.observe(row.times.decode)
+                self.inference.observe(row.times.prefill + row.times.decode)
 
     def rejected(self, status: int) -> None:
-        self._rejected.labels(*self.labels, str(status)).inc()
+        self._rejected.labels(*self.labels, str(status), REASONS.get(status, "other")).inc()
 
     def request(self, prompt_tokens: int) -> RequestClock:
         return RequestClock(self, prompt_tokens)

@@ -95,12 +95,13 @@ class Reply:
 
     def usage(self) -> dict[str, Any]:
         prompt, completion = self.generation.prompt_tokens, self.generation.completion_tokens
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self.generation.cached_tokens},
         }
+        return usage | ({"kv_cache": self.generation.kv_cost()} if self.generation.kv_usage else {})
 
     def chunk_usage(self) -> dict[str, Any]:
         """Where usage comes at the end, every chunk before it says null."""

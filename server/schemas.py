@@ -111,6 +111,7 @@ class GenerationBody(Body):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     queue_timeout: Annotated[float, Field(gt=0)] | None = None
+    kv_usage: bool | None = None
 
     @model_validator(mode="after")
     def check_together(self) -> GenerationBody:
@@ -145,7 +146,8 @@ class GenerationBody(Body):
     def usage(self) -> UsageWanted:
         """In a stream: never, once at the end, or with every chunk."""
         options = self.stream_options or StreamOptions()
-        return "always" if options.continuous_usage_stats else "at_end" if options.include_usage else "never"
+        at_end = options.include_usage or self.kv_usage
+        return "always" if options.continuous_usage_stats else "at_end" if at_end else "never"
 
 
 def prompt_kind(value: Any) -> str:

@@ -56,7 +56,9 @@ class Service:
             self.fail(str(error))
 
     async def _load(self) -> None:
+        begun = time.monotonic()
         folder = await self._prepare(self.config.model, self._show)
+        self.metrics.engine.phases["convert"] = time.monotonic() - begun
         self.tokenizer = Tokenizer.from_folder(folder)
         names = {"bos_token": self.tokenizer.bos_token or "", "eos_token": self.tokenizer.eos_token or ""}
         self.template: ChatTemplate | None = load_template(folder, self.tokenizer.control, names)

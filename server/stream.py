@@ -19,6 +19,7 @@ class Stream:
         self.sequences = sum(max(submit.params.n, submit.params.best_of or 0) for submit in submits)
         self.open = {(submit.id, choice) for submit in submits for choice in range(submit.params.n)}
         self.started = False
+        self.is_stopping = False
         self._rows: list[Row] = []
         self._error: Exception | None = None
         self._wake = asyncio.Event()

@@ -51,7 +51,7 @@ def value(read: Samples, name: str, **labels: str) -> float:
 def with_stats(**stats: Any) -> Samples:
     client = EngineClient(EngineConfig("x"))
     client.info = info(client.config)
-    client.stats = EngineStats(**stats)
+    client.stats = EngineStats(**stats) if stats else client.info.stats_at_start()
     return samples(Metrics("m", lambda: client).render().decode())
 
 
@@ -98,7 +98,9 @@ def test_bytes() -> None:
 def test_servers_do_not_share_a_registry() -> None:
     one, two = Metrics("m", lambda: None), Metrics("m", lambda: None)
     one.rejected(429)
-    assert "429" in one.render().decode() and "429" not in two.render().decode()
+    read = [samples(metrics.render().decode()) for metrics in (one, two)]
+    refused = [value(found, "ropeway_requests_rejected_total", status="429", reason="queue_full") for found in read]
+    assert refused == [1, 0]
 
 
 def test_a_request_is_timed_and_counted_once() -> None:

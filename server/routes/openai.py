@@ -71,6 +71,7 @@ async def answer(request: Request, body: Any, begin: Callable[[Service, Any, str
         reply = await begin(service, body, request.state.request_id)
         reply.generation.warnings += warnings
         reply.generation.set_tenant(request.state.caller.tenant)
+        reply.generation.kv_usage = bool(body.kv_usage)
         deltas = reply.generation.deltas(client, body.timeout, body.queue_timeout)
         if body.stream:
             cut_off = partial(reply.generation.cut_off, client)
