@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -32,10 +33,48 @@ HISTOGRAMS = (
     "request_queue_time_seconds",
     "request_prefill_time_seconds",
     "request_decode_time_seconds",
+    "request_inference_time_seconds",
     "request_prompt_tokens",
     "request_generation_tokens",
     "iteration_tokens_total",
 )
+
+OURS = {
+    "ropeway_kv_pool_bytes": ("gauge", {"kind"}),
+    "ropeway_kv_pages": ("gauge", {"state"}),
+    "ropeway_kv_token_slots": ("gauge", {"kind"}),
+    "ropeway_kv_byte_seconds": ("counter", {"state"}),
+    "ropeway_kv_shared_bytes_saved": ("gauge", set[str]()),
+    "ropeway_kv_evictions": ("counter", set[str]()),
+    "ropeway_kv_capacity_tokens": ("gauge", set[str]()),
+    "ropeway_kv_bytes_per_token": ("gauge", set[str]()),
+    "ropeway_weights_bytes": ("gauge", set[str]()),
+    "ropeway_workspace_bytes": ("gauge", set[str]()),
+    "ropeway_process_resident_bytes": ("gauge", {"process"}),
+    "ropeway_startup_seconds": ("gauge", {"phase"}),
+    "ropeway_requests_rejected": ("counter", {"status", "reason"}),
+    "ropeway_engine_steps": ("counter", set[str]()),
+    "ropeway_nan_rows": ("counter", set[str]()),
+}
+CONTRACT = (
+    OURS
+    | {f"vllm:{name}": ("gauge", set[str]()) for name in GAUGES}
+    | {f"vllm:{name.removesuffix('_total')}": ("counter", set[str]()) for name in COUNTERS}
+    | {f"vllm:{name}": ("histogram", set[str]()) for name in HISTOGRAMS}
+    | {"vllm:request_success": ("counter", {"finished_reason"})}
+)
+"""Family -> type and labels beside model_name and engine; on the wire a counter's samples end in _total."""
+LATENCY = "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 960.0 1920.0 7680.0"
+TOKEN = "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0"
+FIRST = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 160.0 640.0 2560.0"
+BUCKETS = {
+    "vllm:time_to_first_token_seconds": FIRST,
+    "vllm:inter_token_latency_seconds": TOKEN,
+    "vllm:request_time_per_output_token_seconds": TOKEN,
+    "vllm:e2e_request_latency_seconds": LATENCY,
+    "vllm:request_queue_time_seconds": LATENCY,
+    "vllm:iteration_tokens_total": "1.0 8.0 16.0 32.0 64.0 128.0 256.0 512.0 1024.0 2048.0 4096.0 8192.0 16384.0",
+}
 
 
 def samples(text: str) -> Samples:
@@ -65,6 +104,40 @@ def test_every_name_is_there_at_zero_before_the_engine() -> None:
         assert value(read, "vllm:request_success_total", finished_reason=reason) == 0
     for state in ("active", "cached", "free"):
         assert value(read, "ropeway_kv_pages", state=state) == 0
+
+
+def test_the_contract_of_names_types_and_labels() -> None:
+    families = list(text_string_to_metric_families(Metrics("m", lambda: None).render().decode()))
+    found = {
+        family.name: (family.type, {label for sample in family.samples for label in sample.labels} - {"le"})
+        for family in families
+    }
+    assert found == {name: (kind, labels | {"model_name", "engine"}) for name, (kind, labels) in CONTRACT.items()}
+    assert all(family.documentation for family in families)
+
+
+def test_buckets_are_vllms() -> None:
+    for family in text_string_to_metric_families(Metrics("m", lambda: None).render().decode()):
+        bounds = " ".join(sample.labels["le"] for sample in family.samples if sample.name.endswith("_bucket"))
+        assert bounds.removesuffix(" +Inf") == BUCKETS.get(family.name, bounds.removesuffix(" +Inf"))
+
+
+def test_byte_seconds_move_while_the_engine_idles_and_never_fall() -> None:
+    client = EngineClient(EngineConfig("x"))
+    client.info = info(client.config)
+    metrics = Metrics("m", lambda: client)
+
+    def scraped(**stats: int) -> list[float]:
+        client.stats = EngineStats(**stats)
+        read = samples(metrics.render().decode())
+        return [value(read, "ropeway_kv_byte_seconds_total", state=state) for state in ("active", "cached")]
+
+    now = time.monotonic_ns()
+    held = {"active_bytes": 10**9, "active_byte_ns": 5 * 10**18, "cached_byte_ns": 7 * 10**9}
+    active, cached = scraped(**held, now_ns=now - 10**9)
+    assert active >= 6 * 10**9 and cached == 7
+    assert scraped(**held, now_ns=now)[0] >= active, "the step released its pages before the scrape knew"
+    assert scraped()[1] == cached, "a counter that falls looks like a restart"
 
 
 def test_pages_sum_to_all_that_can_be_given_out() -> None:

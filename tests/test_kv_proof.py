@@ -1,0 +1,121 @@
+"""Predicted is allocated, and predicted concurrency is what runs: arithmetic against real pools and a real engine."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import load_config
+from model.kv_cache import KVCache
+from model.kv_cost import DTYPE_BYTES, KVGroup, KVLayout, layout_for
+from server.engine.messages import EngineConfig, EngineInfo, EngineStats, SamplingParams, Submit
+from server.engine.startup import build_engine
+from server.engine.views import kv_summary
+from server.kv_views import summary
+
+CPU = torch.device("cpu")
+SHAPES = {"mha": 6, "gqa": 2, "mqa": 1}
+WINDOWS = [(None, None), (7, 7), (None, 7)]
+POOL_DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def by_hand(page_size: int, groups: list[tuple[int, int]], heads: int, dtype: str) -> int:
+    """2 (k, v) * layers * heads * head_dim * bytes, page by page; groups: (layers, pages)."""
+    return sum(2 * layers * heads * 8 * DTYPE_BYTES[dtype] * page_size * pages for layers, pages in groups)
+
+
+@pytest.mark.parametrize(("shape", "page_size", "dtype"), [*product(SHAPES, (1, 4, 16), POOL_DTYPES)])
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_predicted_is_allocated_to_the_byte(
+    shape: str, page_size: int, dtype: str, windows: tuple[int | None, ...]
+) -> None:
+    heads = SHAPES[shape]
+    kinds = sorted(set(windows), key=windows.index)
+    groups = tuple(
+        KVGroup(tuple(i for i, w in enumerate(windows) if w == kind), kind, heads, 8, dtype) for kind in kinds
+    )
+    layout, counts = KVLayout(page_size, groups), tuple(5 + 3 * index for index in range(len(groups)))
+    pool = KVCache(layout, counts, CPU)
+    held = sum(storage.untyped_storage().nbytes() for storage in pool.storages)
+    shares = [(len(group.layers), count) for group, count in zip(groups, counts, strict=True)]
+    assert layout.pool_bytes(counts) == held == by_hand(page_size, shares, heads, dtype)
+
+
+def test_scales_are_in_the_arithmetic() -> None:
+    """The pool does not hold quantised caches yet, so this is arithmetic alone: one fp32 scale beside each k and v."""
+    plain = KVGroup((0, 1), None, 2, 64, "int8")
+    scaled = KVGroup((0, 1), None, 2, 64, "int8", scale_bytes=4)
+    assert scaled.token_bytes - plain.token_bytes == 2 * 2 * 2 * 4
+    assert scaled.token_bytes / plain.token_bytes == 1.0625
+    assert KVGroup((0, 1), None, 2, 64, "bfloat16").token_bytes == 2 * plain.token_bytes
+
+
+@pytest.mark.parametrize(("heads", "ranks", "of_a_rank"), [(8, 2, 4), (2, 2, 1), (2, 4, 1), (1, 8, 1)])
+def test_with_fewer_heads_than_ranks_each_holds_a_copy(heads: int, ranks: int, of_a_rank: int) -> None:
+    layout = KVLayout(4, (KVGroup((0, 1, 2), None, heads, 8, "float32"),))
+    rank = KVCache(layout.shard(ranks), (9,), CPU)
+    assert rank.nbytes == layout.shard(ranks).pool_bytes((9,)) == by_hand(4, [(3, 9)], of_a_rank, "float32")
+    assert ranks * rank.nbytes == layout.pool_bytes((9,)) * max(1, ranks // heads)
+
+
+class Served:
+    """A real engine, and what it says of itself."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        plain = {
+            "device": "cpu",
+            "dtype": "float32",
+            "page_size": 4,
+            "max_model_len": 64,
+            "max_num_batched_tokens": 32,
+            "threads": 1,
+        }
+        self.engine = build_engine(EngineConfig(str(folder), **(plain | settings)))
+        self.info: EngineInfo = self.engine.info
+
+    def fill(self, count: int) -> list[EngineStats]:
+        """Requests that share nothing and grow to the full length, all at once."""
+        for index in range(count):
+            prompt = Submit.pack([index + 1] * 8)
+            self.engine.add(Submit(f"r{index}", prompt, SamplingParams(max_tokens=56, temperature=0)))
+        stats = []
+        while self.engine.has_work:
+            stats.append(self.engine.step().stats)
+        return stats
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_the_predicted_concurrency_fits_and_one_more_queues(tiny_model: Any, kind: str) -> None:
+    layout = layout_for(load_config(tiny_model(kind)), 4, "float32")
+    peaks = layout.peak_pages(64, 32)
+    pool = layout.pool_bytes(tuple(3 * peak + 1 for peak in peaks))
+    served = Served(tiny_model(kind), kv_cache_memory=pool, max_num_seqs=8)
+    predicted = kv_summary(served.engine)["full_length_sequences"]
+    assert predicted == 3
+    stats = served.fill(predicted)
+    assert max(step.running for step in stats) == 3 and stats[-1].preemptions == 0
+    before = stats[-1].preemptions
+    more = served.fill(predicted + 1)
+    assert any(step.waiting for step in more) or more[-1].preemptions > before
+    assert more[-1].generation_tokens == (2 * predicted + 1) * 56, "one more must wait, not fail"
+
+
+def test_the_summary_of_a_real_engine_reconciles(tiny_model: Any) -> None:
+    served = Served(tiny_model("mistral"), kv_cache_memory=300_000)
+    served.fill(2)
+    shown = summary(kv_summary(served.engine), served.info)["bytes"]
+    assert shown["predicted"] == shown["allocated"] == sum(
+        shown[part] for part in ("active", "cached", "free", "scratch")
+    )  # fmt: skip
+    assert shown["allocated"] <= 300_000 and shown["resident"] > 0
+
+
+def test_warm_up_is_not_in_the_books(tiny_model: Any) -> None:
+    served = Served(tiny_model("llama"), kv_cache_memory=1 << 18)
+    books = kv_summary(served.engine)
+    assert (books["prefix_queries"], books["slots_used"], books["preemptions"]) == (0, 0, 0)
+    assert [group["free"] for group in books["groups"]] == [group["pages"] for group in books["groups"]]
