@@ -20,7 +20,7 @@ from model.kv_cache import KVCache
 from model.kv_cost import SCRATCH_PAGES, KVLayout, capacity_tokens, layout_for, pages_for_sequences, pages_in_budget
 from model.memory import available_bytes, default_pool_bytes, resident_bytes, rss_bytes
 from model.ops.interface import Ops
-from model.ops.select import ops_for
+from model.ops.select import ops_for, why
 from model.weights import load_decoder
 from server.engine.core import Engine
 from server.engine.messages import EngineConfig, EngineInfo, Progress
@@ -87,7 +87,7 @@ class Machine:
             device=str(self.device),
             dtype=self.dtype,
             kv_dtype=layout.groups[0].dtype,
-            backend=self.ops.name,
+            backend=why(self.device),
             threads=torch.get_num_threads(),
             batch_invariant=self.device.type == "cpu" or self.config.batch_invariant,
             page_size=layout.page_size,
