@@ -20,7 +20,7 @@ HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 
 async def prepare(model: str | None, on_progress: Callable[[Progress], None]) -> Path:
     """A folder as it is; a file converted once; a hub id downloaded; None: the demo model. StartupError otherwise."""
-    if model is not None and (Path(model) / "config.json").is_file():
+    if model is not None and is_servable(Path(model)):
         return Path(model)
     if model is not None and not Path(model).exists() and (model.count("/") != 1 or model.startswith((".", "/", "~"))):
         raise StartupError(f"no model at {model}: give a folder, a model file or a hub id such as org/name")
@@ -35,6 +35,11 @@ async def prepare(model: str | None, on_progress: Callable[[Progress], None]) ->
     finally:
         process.kill()
         await asyncio.to_thread(process.join)
+
+
+def is_servable(folder: Path) -> bool:
+    """A Hugging Face folder of safetensors; one of pickles has a config.json as well, and is converted."""
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 async def follow(receiver: Connection, on_progress: Callable[[Progress], None]) -> Path:
