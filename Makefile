@@ -8,7 +8,7 @@ TORCH := "torch>=2.11,<2.14"
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install test test-slow test-clients test-sanitizers bench-cpu check format clean
+.PHONY: help demo install test test-slow test-clients test-browser test-sanitizers bench-cpu bench-ui check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,16 @@ test-sanitizers: $(VENV)/.dev ## The native operations under address and undefin
 
 bench-cpu: $(VENV)/.demo ## The native CPU operations against what this machine's memory and arithmetic allow
 	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-1000} $(BIN)/python -m model.ops.cpu.bench
+
+$(VENV)/.browser: $(VENV)/.dev
+	$(PIP) --editable '.[browser]'
+	@touch $@
+
+test-browser: $(VENV)/.browser ## The page in a real Chromium (Debian's chromium, or the one that CHROMIUM names)
+	$(BIN)/python -m pytest -m "browser"
+
+bench-ui: $(VENV)/.browser ## Scripting time of one update of the page at 10,000 pages and 200 requests
+	$(BIN)/python -m tests.bench_ui
 
 check: $(VENV)/.dev ## Lint, format, types
 	$(BIN)/ruff check .

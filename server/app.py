@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from server import errors
 from server.middleware import Gate
-from server.routes import health, kv, openai
+from server.routes import health, kv, openai, ui
 from server.service import Service
 
 
@@ -21,4 +21,6 @@ def create_app(service: Service) -> ASGIApp:
     errors.install(app)
     for routes in (health.router, kv.router, openai.router):
         app.include_router(routes)
+    if service.config.ui:
+        app.include_router(ui.router)
     return Gate(app, service.config, service.metrics.rejected)

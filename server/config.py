@@ -90,6 +90,7 @@ class ServeConfig:
         120.0, "seconds without a step before /readyz turns 503 while work waits", float, at_least=1
     )
     drain_timeout: float = option(30.0, "seconds that running requests get after SIGTERM", float, at_least=0)
+    ui: bool = option(True, "serve the page at /: playground, live page map, charts", parse_flag)
     access_log: bool = option(False, "one line a request on stderr", parse_flag)
 
     def __post_init__(self) -> None:

@@ -18,7 +18,9 @@ from server.caller import Keys
 from server.config import ServeConfig
 from server.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz"})
+OPEN_PATHS = frozenset({"/", "/health", "/livez", "/readyz", "/startupz"})
+PAGE = "/ui/"
+"""A browser cannot send a key for a page and its files, and there is nothing in them to hide."""
 CLOSE = {"Connection": "close"}
 """With the rest of a body unread, the connection is of no further use."""
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -60,8 +62,11 @@ class Gate:
 
         return watched
 
+    def _is_open(self, path: str) -> bool:
+        return path in self._open or path.startswith(PAGE)
+
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        if scope["state"]["caller"] is None and scope["path"] not in self._open:
+        if scope["state"]["caller"] is None and not self._is_open(scope["path"]):
             header = {"WWW-Authenticate": "Bearer"}
             return ApiError(
                 401, "send a valid API key: Authorization: Bearer KEY", code="invalid_api_key", headers=header

@@ -26,7 +26,7 @@ from server.caller import Caller
 from server.disconnect import EventStream, dumps
 from server.kv_map import RUN_FIELDS, PageMap
 from server.routes import ui
-from tests.browser import visit
+from tests.browser import chromium, visit
 from tests.conftest import free_port
 
 PAGES, REQUESTS, PAGES_EACH = 10_000, 200, 45
@@ -102,16 +102,19 @@ class SyntheticPool:
         bill = {"peak_bytes": held, "share_weighted_bytes": held, "byte_seconds": held * 3.0}
         return fixed | bill | {"output_tokens": pages * 16 - 320, "pages": pages, "bytes": held}
 
-    async def events(self) -> AsyncIterator[str]:
+    async def events(self, updates: int) -> AsyncIterator[str]:
+        """A snapshot and the rows, so many updates at ten a second, then silence."""
         everything = self.map.show(self.map.everything(), Caller())
         facts = {"page_size": 16, "page_bytes": [PAGE_BYTES], "run_fields": RUN_FIELDS}
         yield self.event("snapshot", facts | everything)
-        for tick in range(UPDATES + 50):
+        for tick in range(updates):
+            if tick % 10 == 0:
+                yield f"event: requests\ndata: {dumps({'requests': self.rows()})}\n\n"
             await asyncio.sleep(0.1)
             self.step()
             yield self.event("delta", self.map.show(self.map.take_changed(), Caller()))
-            if tick % 10 == 0:
-                yield f"event: requests\ndata: {dumps({'requests': self.rows()})}\n\n"
+        yield f"event: requests\ndata: {dumps({'requests': self.rows()})}\n\n"
+        await asyncio.sleep(3600)
 
     def event(self, kind: str, data: dict[str, Any]) -> str:
         return f"event: {kind}\ndata: {dumps(data | {'time_ms': now_ms(), 'stats': self.stats()})}\n\n"
@@ -121,7 +124,7 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def synthetic_app() -> FastAPI:
+def synthetic_app(updates: int) -> FastAPI:
     app = FastAPI()
     app.include_router(ui.router)
 
@@ -135,7 +138,7 @@ def synthetic_app() -> FastAPI:
 
     @app.get("/kv/stream")
     async def stream() -> Response:
-        return EventStream(SyntheticPool().events(), 60)
+        return EventStream(SyntheticPool().events(updates), 60, lambda: None)
 
     return app
 
@@ -158,7 +161,7 @@ LISTEN = """() => { window.costs = [];
 
 
 def measure_updates(screenshot: str | None) -> None:
-    with serving(synthetic_app()) as url, visit(url) as guest:
+    with serving(synthetic_app(UPDATES + 50)) as url, chromium() as browser, visit(browser, url) as guest:
         page = guest.open_live().page
         page.evaluate(LISTEN)
         while page.evaluate("window.costs.length") < UPDATES:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run", "--disable-dev-shm-usage"]
@@ -68,14 +68,22 @@ class Visit:
 
 
 @contextmanager
-def visit(origin: str, **context: Any) -> Iterator[Visit]:
-    """A fresh browser with a fresh profile. context: Playwright's options (viewport, color_scheme, ...)."""
+def chromium() -> Iterator[Browser]:
     path = find_chromium()
     assert path is not None, "no Chromium: install Debian's chromium package or set CHROMIUM to its path"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=ARGS)
         try:
-            options = {"viewport": {"width": 1440, "height": 900}} | context
-            yield Visit(browser.new_page(**options), origin)
+            yield browser
         finally:
             browser.close()
+
+
+@contextmanager
+def visit(browser: Browser, origin: str, **context: Any) -> Iterator[Visit]:
+    """A page with a fresh profile. context: Playwright's options (viewport, color_scheme, ...)."""
+    profile = browser.new_context(**{"viewport": {"width": 1440, "height": 900}} | context)
+    try:
+        yield Visit(profile.new_page(), origin)
+    finally:
+        profile.close()

@@ -21,8 +21,11 @@ pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'r
 
 from playwright.sync_api import expect
 
-from tests.browser import find_chromium, visit
+from tests.bench_ui import serving, synthetic_app
+from tests.browser import chromium, find_chromium, visit
 from tests.conftest import LiveServer, ModelFactory, ServerFactory, start_server
+from tests.scripted_engine import ERROR, SILENT
+from tests.scripted_server import launch
 
 pytestmark = [
     pytest.mark.browser,
@@ -33,6 +36,12 @@ ALPHABET = "".join(map(chr, range(33, 93)))
 """What the chain model says after "assistant: ", 60 tokens of it: every id is followed by the next one."""
 REFUSED, UNAUTHORISED = "ERR_CONNECTION_REFUSED", "401 (Unauthorized)"
 BROKEN = ("net::ERR_", "503 (Service")
+
+
+@pytest.fixture(scope="module", name="browser")
+def one_browser() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +70,8 @@ def finished(page: Any) -> Any:
     return answer
 
 
-def test_a_chat_streams_as_plain_text(server: LiveServer) -> None:
-    with visit(server.url) as guest:
+def test_a_chat_streams_as_plain_text(browser: Any, server: LiveServer) -> None:
+    with visit(browser, server.url) as guest:
         page = guest.open_live().page
         page.evaluate(
             """() => { window.changes = 0; const count = (list) => { window.changes += list.length; };
@@ -82,8 +91,8 @@ def test_a_chat_streams_as_plain_text(server: LiveServer) -> None:
         assert guest.faults == []
 
 
-def test_a_conversation_carries_its_system_prompt_and_stops_where_told(server: LiveServer) -> None:
-    with visit(server.url) as guest:
+def test_a_conversation_carries_its_system_prompt_and_stops_where_told(browser: Any, server: LiveServer) -> None:
+    with visit(browser, server.url) as guest:
         page = guest.open_live().page
         bodies: list[Any] = []
         page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
@@ -99,8 +108,8 @@ def test_a_conversation_carries_its_system_prompt_and_stops_where_told(server: L
         assert guest.faults == []
 
 
-def test_the_curl_line_gives_the_same_text(server: LiveServer) -> None:
-    with visit(server.url) as guest:
+def test_the_curl_line_gives_the_same_text(browser: Any, server: LiveServer) -> None:
+    with visit(browser, server.url) as guest:
         page = guest.open_live().page
         ask(page, "it's", max_tokens="9", temperature="0")
         said = finished(page).inner_text()
@@ -115,33 +124,26 @@ def test_the_curl_line_gives_the_same_text(server: LiveServer) -> None:
         assert guest.faults == []
 
 
-def test_stop_and_errors_are_said_in_words(
-    chain_model: Callable[..., Path], tmp_path: Path, scripted: Callable[[Path], LiveServer]
-) -> None:
-    """The scripted engine: seed 1003 never answers, 1004 fails in the middle."""
-    with visit(scripted(chain_model({})).url) as guest:
+def test_stop_and_errors_are_said_in_words(browser: Any, scripted: LiveServer) -> None:
+    with visit(browser, scripted.url) as guest:
         page = guest.open_live().page
-        ask(page, "hello", seed="1003")
+        ask(page, "hello", seed=str(SILENT))
         expect(page.locator("#send")).to_have_text("Stop")
         page.click("#send")
         expect(page.locator(".note")).to_have_text("stopped")
         expect(page.locator("#send")).to_have_text("Send")
-        ask(page, "hello", seed="1004", max_tokens="20")
+        ask(page, "hello", seed=str(ERROR), max_tokens="20")
         expect(page.locator(".failed .note")).to_contain_text("logits were not finite")
         assert guest.faults == []
 
 
 @pytest.fixture
-def scripted(tmp_path: Path) -> Iterator[Callable[[Path], LiveServer]]:
-    started: list[LiveServer] = []
-
-    def start(model: Path) -> LiveServer:
-        started.append(start_server(model, tmp_path / "scripted.log", module="tests.scripted_server"))
-        started[0].wait_ready()
-        return started[0]
-
-    yield start
-    for live in started:
+def scripted(chain_model: Callable[..., Path], tmp_path: Path) -> Iterator[LiveServer]:
+    live = launch(chain_model({}), tmp_path / "scripted.log")
+    try:
+        live.wait_ready()
+        yield live
+    finally:
         live.stop()
 
 
@@ -171,14 +173,19 @@ def traffic(url: str, streams: int) -> Iterator[None]:
 
 
 CELLS = """() => {
-  const canvas = document.getElementById("cells"), pitch = Number(canvas.dataset.pitch);
-  const ratio = canvas.width / canvas.clientWidth, columns = Number(canvas.dataset.columns);
-  const context = canvas.getContext("2d"), cells = [];
-  for (let row = 0; row * pitch < canvas.clientHeight; row += 1)
+  const canvas = document.getElementById("cells"), ratio = canvas.width / canvas.clientWidth;
+  const step = Number(canvas.dataset.pitch) * ratio, columns = Number(canvas.dataset.columns);
+  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(canvas, 0, 0);
+  const cells = [];
+  for (let y = ratio; y < canvas.height; y += step)
     for (let column = 0; column < columns; column += 1)
-      cells.push(context.getImageData((column * pitch + 1) * ratio, (row * pitch + 1) * ratio, 1, 1).data.join());
+      cells.push(copy.getImageData(column * step + ratio, y, 1, 1).data.join());
   return cells; }"""
-COLOUR = """(name) => { const probe = document.createElement("canvas").getContext("2d");
+PIXEL = """(element) => { const probe = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  probe.fillStyle = getComputedStyle(element).backgroundColor; probe.fillRect(0, 0, 1, 1);
+  return probe.getImageData(0, 0, 1, 1).data.join(); }"""
+COLOUR = """(name) => { const probe = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
   const span = document.body.appendChild(document.createElement("span"));
   span.style.color = `var(${name})`; probe.fillStyle = getComputedStyle(span).color;
   span.remove(); probe.fillRect(0, 0, 1, 1); return probe.getImageData(0, 0, 1, 1).data.join(); }"""
@@ -190,18 +197,13 @@ def drawn(page: Any) -> Counter[str]:
     return Counter(names.get(cell, "active") for cell in page.evaluate(CELLS) if cell != "0,0,0,0")
 
 
-def test_the_map_has_a_cell_for_every_page_in_its_state(server: LiveServer) -> None:
-    with visit(server.url) as guest:
+def test_the_map_has_a_cell_for_every_page_in_its_state(browser: Any, server: LiveServer) -> None:
+    with visit(browser, server.url) as guest:
         page = guest.open_live().page
         with traffic(server.url, 4):
-            expect(page.locator("#rows tr")).to_have_count(4)
+            expect(page.locator("#rows tr")).not_to_have_count(0)
             expect(page.locator("#map-summary")).to_contain_text(re.compile(r"[1-9]\d* held"))
             guest.screenshot("map-light")
-            page.locator("#rows button").first.click()
-            expect(page.locator("#rows tr.selected")).to_have_count(1)
-            page.keyboard.press("Enter")
-            expect(page.locator("#rows tr.selected")).to_have_count(0)
-            assert drawn(page)["active"] > 0
         expect(page.locator("#vital-running")).to_have_text("0")
         expect(page.locator("#rows tr")).to_have_count(0)
         pages = httpx.get(f"{server.url}/kv/summary").json()["pages"]
@@ -214,8 +216,31 @@ def test_the_map_has_a_cell_for_every_page_in_its_state(server: LiveServer) -> N
         assert guest.faults == []
 
 
-def test_keys_walk_the_map_and_every_page_is_told(server: LiveServer) -> None:
-    with visit(server.url) as guest:
+def test_a_request_that_is_chosen_lights_up_its_pages(browser: Any) -> None:
+    """10,000 pages and 200 requests that stand still."""
+    with serving(synthetic_app(updates=0)) as url, visit(browser, url) as guest:
+        page = guest.open_live().page
+        expect(page.locator("#rows tr")).to_have_count(200)
+        expect(page.locator("#banner")).to_contain_text("3 requests wait: ")
+        row = page.locator("#rows tr").nth(5)
+        row.locator("button").press("Enter")
+        expect(row).to_have_class("selected")
+        assert drawn_like(page, row) == int(row.locator("td").nth(5).inner_text())
+        assert drawn_like(page, page.locator("#rows tr").nth(6)) == 0, "the others are dimmed"
+        guest.screenshot("chosen-light")
+        page.focus("#cells")
+        page.keyboard.press("Escape")
+        expect(page.locator("#rows tr.selected")).to_have_count(0)
+        assert guest.faults == []
+
+
+def drawn_like(page: Any, row: Any) -> int:
+    """Cells in the full colour of a row's swatch."""
+    return Counter(page.evaluate(CELLS))[row.locator(".swatch").evaluate(PIXEL)]
+
+
+def test_keys_walk_the_map_and_every_page_is_told(browser: Any, server: LiveServer) -> None:
+    with visit(browser, server.url) as guest:
         page = guest.open_live().page
         ask(page, "fill some pages", max_tokens="60", temperature="0")
         finished(page)
@@ -235,10 +260,10 @@ def test_keys_walk_the_map_and_every_page_is_told(server: LiveServer) -> None:
 
 
 def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten_with_it(
-    chain_model: Callable[..., Path], server_factory: ServerFactory
+    browser: Any, chain_model: Callable[..., Path], server_factory: ServerFactory
 ) -> None:
     server = server_factory(chain_model({}), *SMALL_POOL, "--api-key", "sesame")
-    with visit(server.url) as guest:
+    with visit(browser, server.url) as guest:
         page = guest.open().page
         expect(page.locator("#key-dialog")).to_be_visible()
         guest.screenshot("key-light")
@@ -259,10 +284,10 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten_with_it(
 
 
 def test_without_a_key_the_page_waits_and_the_button_asks_again(
-    chain_model: Callable[..., Path], server_factory: ServerFactory
+    browser: Any, chain_model: Callable[..., Path], server_factory: ServerFactory
 ) -> None:
     server = server_factory(chain_model({}), *SMALL_POOL, "--api-key", "sesame")
-    with visit(server.url) as guest:
+    with visit(browser, server.url) as guest:
         page = guest.open().page
         expect(page.locator("#key-dialog")).to_be_visible()
         page.keyboard.press("Escape")
@@ -274,9 +299,11 @@ def test_without_a_key_the_page_waits_and_the_button_asks_again(
         assert guest.faults_but(UNAUTHORISED) == []
 
 
-def test_the_page_comes_back_with_the_server(tiny_model: ModelFactory, server_factory: ServerFactory) -> None:
+def test_the_page_comes_back_with_the_server(
+    browser: Any, tiny_model: ModelFactory, server_factory: ServerFactory
+) -> None:
     first = server_factory(tiny_model("llama"), *SMALL_POOL)
-    with visit(first.url) as guest:
+    with visit(browser, first.url) as guest:
         page = guest.open_live().page
         assert first.stop() == 0, "a page that watches does not keep the server from draining"
         page.wait_for_selector("#connection[data-state=lost]")
@@ -291,8 +318,8 @@ def test_the_page_comes_back_with_the_server(tiny_model: ModelFactory, server_fa
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_follows_the_system_and_the_button_overrules_it(server: LiveServer, scheme: str) -> None:
-    with visit(server.url, color_scheme=scheme) as guest:
+def test_it_follows_the_system_and_the_button_overrules_it(browser: Any, server: LiveServer, scheme: str) -> None:
+    with visit(browser, server.url, color_scheme=scheme) as guest:
         page = guest.open_live().page
         paper = "getComputedStyle(document.body).backgroundColor"
         by_system = page.evaluate(paper)
@@ -308,9 +335,9 @@ def test_it_follows_the_system_and_the_button_overrules_it(server: LiveServer, s
         assert guest.faults == []
 
 
-def test_a_phone_shows_one_pane_at_a_time_and_never_scrolls_sideways(server: LiveServer) -> None:
+def test_a_phone_shows_one_pane_at_a_time_and_never_scrolls_sideways(browser: Any, server: LiveServer) -> None:
     phone = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 3, "is_mobile": True, "has_touch": True}
-    with visit(server.url, **phone) as guest:
+    with visit(browser, server.url, **phone) as guest:
         page = guest.open_live().page
         ask(page, "hello", max_tokens="60", temperature="0")
         expect(finished(page)).to_have_text(ALPHABET)
@@ -323,8 +350,8 @@ def test_a_phone_shows_one_pane_at_a_time_and_never_scrolls_sideways(server: Liv
         assert guest.faults == []
 
 
-def test_tab_reaches_every_control_and_shows_where_it_is(server: LiveServer) -> None:
-    with visit(server.url) as guest:
+def test_tab_reaches_every_control_and_shows_where_it_is(browser: Any, server: LiveServer) -> None:
+    with visit(browser, server.url) as guest:
         page = guest.open_live().page
         page.locator("#settings").evaluate("(element) => { element.open = true; }")
         controls = page.locator("button:visible, input:visible, textarea:visible, summary:visible, canvas[tabindex]")

@@ -135,7 +135,7 @@ function showVitals() {
   write("vital-running", number(stats.running));
   write("vital-waiting", number(stats.waiting));
   write("vital-pages", percent(counts.active / counts.total));
-  write("map-summary", `${summaryOf(counts)} · ${bytes(stats.bytes.active)} held`);
+  write("map-summary", `${summaryOf(counts)} · ${bytes(stats.bytes.active)} of ${bytes(pool.poolBytes())}`);
   showBanner();
 }
 
@@ -174,7 +174,10 @@ function beat() {
   series.nextToken.push(isLive ? latency.nextToken : null);
   write("vital-speed", speed.output === null ? "–" : number(speed.output));
   if (!document.hidden) charts.draw();
-  if (!document.hidden && isLive) drawTable(now);
+  if (!document.hidden && isLive) {
+    drawTable(now);
+    showBanner();
+  }
   beats += 1;
 }
 

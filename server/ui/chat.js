@@ -2,7 +2,7 @@
 // Text only ever becomes text nodes. Knows nothing of pages.
 
 import { KeyRefused, errorOf, events, hasKey, request } from "./api.js";
-import { byteSeconds, bytes, number, percent, seconds } from "./format.js";
+import { byteSeconds, bytes, number, seconds } from "./format.js";
 
 const PATH = "/v1/chat/completions";
 const byId = (id) => document.getElementById(id);
@@ -145,7 +145,7 @@ export class Playground {
   showContext(tokens) {
     const limit = this.contextLimit;
     byId("context").value = limit ? tokens / limit : 0;
-    byId("fact-context").textContent = limit ? `${number(tokens)} of ${number(limit)} (${percent(tokens / limit)})` : number(tokens);
+    byId("fact-context").textContent = limit ? `${number(tokens)} of ${number(limit)}` : number(tokens);
   }
 
   showCurl() {

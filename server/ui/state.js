@@ -109,6 +109,10 @@ export class Pool {
 
   // ---- what panes ask
 
+  poolBytes() {
+    return this.groups.reduce((sum, { pages, pageBytes }) => sum + pages * pageBytes, 0);
+  }
+
   groupOf(cell) {
     let group = this.groups.length - 1;
     while (this.groups[group].offset > cell) group -= 1;
