@@ -26,7 +26,7 @@ def find_chromium() -> str | None:
 
 @dataclass
 class Visit:
-    """A page of one origin. faults: console errors (violations of the policy are some), exceptions, foreign requests."""
+    """A page of one origin. faults: console errors (policy violations are some), exceptions, foreign requests."""
 
     page: Page
     origin: str
@@ -58,7 +58,8 @@ class Visit:
         return self
 
     def text(self, selector: str) -> str:
-        return self.page.inner_text(selector)
+        shown: str = self.page.inner_text(selector)
+        return shown
 
     def screenshot(self, name: str) -> None:
         """Kept for eyes where SCREENSHOTS names a folder."""
