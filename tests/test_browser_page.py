@@ -211,7 +211,7 @@ def test_the_map_has_a_cell_for_every_page_in_its_state(browser: Any, server: Li
         page.wait_for_timeout(150)
         assert drawn(page) == Counter({state: count for state, count in pages.items() if count})
         assert pages["cached"] > 0
-        words = f"{total} pages: {pages['active']} held, {pages['cached']} cached, {pages['free']} free"
+        words = f"{total:,} pages: {pages['active']:,} held, {pages['cached']:,} cached, {pages['free']:,} free"
         assert guest.text("#map-summary").startswith(words)
         assert guest.faults == []
 
