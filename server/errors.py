@@ -59,6 +59,8 @@ def from_validation(error: RequestValidationError) -> ApiError:
     path = ".".join(str(part) for part in first["loc"] if part != "body")
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if first["type"] == "value_error":  # fields that do not go together
+        return bad_request(str(first["ctx"]["error"]), path or None)
     if not path:
         return bad_request("the body must be a JSON object sent as Content-Type: application/json")
     if first["type"] == "missing":

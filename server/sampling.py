@@ -78,7 +78,8 @@ def sampling_params(
 
     if (body.min_tokens or 0) > max_tokens:
         raise bad_request(f"min_tokens: {body.min_tokens}, but only {max_tokens} tokens can come", "min_tokens")
-    temperature, top_p, top_k = given("temperature", 1.0), given("top_p", 1.0), max(given("top_k", 0), 0)
+    temperature, top_p = given("temperature", 1.0), given("top_p", 1.0)
+    top_k = min(max(given("top_k", 0), 0), limits.vocab_size)
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature if temperature >= GREEDY_BELOW else 0.0,

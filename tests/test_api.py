@@ -400,10 +400,12 @@ def test_bodies_that_are_no_good_json(http: httpx.Client, raw: bytes) -> None:
         ("best_of", 10**6),
         ("suffix", "x"),
         ("use_beam_search", True),
+        ("stream_options", {"include_usage": True}),
+        ("best_of", 1),
     ],
 )
 def test_the_field_at_fault_is_named(http: httpx.Client, field: str, value: Any) -> None:
-    error = refused(http, **{field: value})
+    error = refused(http, **{"n": 2, field: value})
     assert field in error["message"] and error["param"] in (field, None)
     complete(http)
 

@@ -277,3 +277,5 @@ def test_broken_rows_are_reported_and_disturb_nobody() -> None:
     assert torch.equal(out.logprobs[kept], clean.logprobs[kept])
     nothing = (torch.tensor([0]), torch.zeros(1, 4, dtype=torch.bool))
     assert OPS.sample(torch.zeros(2, 4), settings(2, allowed=nothing)).finite.tolist() == [False, True]
+    overflow = (torch.tensor([0]), torch.tensor([3]), torch.tensor([1e-40]))
+    assert OPS.sample(torch.ones(2, 4), settings(2, repetition=overflow)).finite.tolist() == [False, True]

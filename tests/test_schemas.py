@@ -39,13 +39,13 @@ def test_no_prompts(prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("temperature", [-0.1, "1", True, float("nan"), float("inf"), [], {}]),
+        ("temperature", [-0.1, 1e308, "1", True, float("nan"), float("inf"), [], {}]),
         ("top_p", [-1, 2.0, "0.5"]),
         ("top_k", [-5, -7, 1.5, "1", True]),
         ("min_p", [-1, 1.1]),
         ("presence_penalty", [5, -2.1]),
         ("frequency_penalty", [2.1, "1"]),
-        ("repetition_penalty", [0, -1, float("inf")]),
+        ("repetition_penalty", [0, -1, 1e-320, float("inf")]),
         ("seed", [2**63, 2**64, -(2**63) - 1, 1.5, "7", True]),
         ("n", [0, -1, 129, 5_000_000, 1.0]),
         ("max_tokens", [-1, "ten", 1.5, True]),

@@ -25,7 +25,7 @@ def sample(logits: Tensor, batch: SampleBatch) -> Sampled:
     logits = logits.masked_fill_(~finite.unsqueeze(1), 0.0)
     log_softmax = logits.log_softmax(-1) if batch.num_logprobs >= 0 else None
     logits = _adjust(logits, batch)
-    finite &= logits.amax(-1) > -math.inf
+    finite &= logits.amax(-1).isfinite()  # a penalty may overflow, and a ban may leave nothing
     ids = logits.argmax(-1)
     drawn = ((batch.temperature > 0) & finite).nonzero().squeeze(1)
     if len(drawn):
