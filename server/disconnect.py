@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from server.errors import ApiError
 
 T = TypeVar("T")
+DONE = "data: [DONE]\n\n"
 
 
 class SlowReaderError(Exception):
@@ -40,6 +41,18 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
+def event_text(value: dict[str, Any]) -> str:
+    return f"data: {dumps(value)}\n\n"
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def error_text(error: ApiError) -> str:
+    return event_text(error.body())
+
+
 class EventStream(Response):
     """Server-sent events from an iterator of whole events.
 
@@ -50,11 +63,19 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], write_timeout: float, on_slow: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[str],
+        write_timeout: float,
+        on_slow: Callable[[], None],
+        error_event: Callable[[ApiError], str] = error_text,
+        end: str = DONE,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._write_timeout, self._on_slow = write_timeout, on_slow
+        self._error_event, self._end = error_event, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -86,8 +107,9 @@ class EventStream(Response):
             except ApiError as error:
                 if not started:
                     raise
-                yield event_text(error.body())
-        yield "data: [DONE]\n\n"
+                yield self._error_event(error)
+        if self._end:
+            yield self._end
 
     async def _write(self, send: Send, event: str) -> None:
         try:
@@ -98,9 +120,6 @@ class EventStream(Response):
             raise SlowReaderError from None
 
 
-def event_text(value: dict[str, Any]) -> str:
-    return f"data: {dumps(value)}\n\n"
-
-
-def dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def named_event(value: dict[str, Any]) -> str:
+    """An event whose name is its type, as the Responses and Messages APIs have it."""
+    return f"event: {value['type']}\n{event_text(value)}"

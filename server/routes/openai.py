@@ -5,7 +5,8 @@ Turns bodies into generations; replies.py shapes what comes back.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.chat_template import TemplateRefusedError
-from server.disconnect import EventStream, dumps, unless_disconnected
-from server.errors import bad_request
-from server.generation import Generation, PromptText, TextOptions, prompt_text
+from server.disconnect import DONE, EventStream, dumps, error_text, unless_disconnected
+from server.errors import ApiError, bad_request
+from server.generation import Delta, Generation, PromptText, TextOptions, prompt_text
 from server.replies import CHAT, COMPLETION, Reply
 from server.sampling import sampling_params
 from server.schemas import REASONS, ChatBody, CompletionBody, GenerationBody, fields_without_effect, unknown_fields
@@ -61,13 +62,32 @@ def model_object(service: Service, name: str) -> dict[str, Any]:
     return base | ({"max_model_len": service.info.max_model_len} if service.info is not None else {})
 
 
-async def answer(request: Request, body: Any, begin: Callable[[Service, Any, str], Awaitable[Reply]]) -> Response:
+@dataclass(frozen=True, slots=True)
+class Api:
+    """How an API writes what a generation brings: whole, as events, and what ends a stream."""
+
+    whole: Callable[[Reply, AsyncIterator[list[Delta]]], Awaitable[dict[str, Any]]]
+    events: Callable[[Reply, AsyncIterator[list[Delta]]], AsyncIterator[str]]
+    error_event: Callable[[ApiError], str]
+    end: str
+
+
+OPENAI = Api(Reply.whole, Reply.events, error_text, DONE)
+
+
+async def answer(
+    request: Request,
+    body: Any,
+    begin: Callable[[Service, Any, str], Awaitable[Reply]],
+    api: Api = OPENAI,
+    more_warnings: Sequence[str] = (),
+) -> Response:
     """Check, generate, reply. A client that leaves takes its work with it, whatever phase it is in."""
     service: Service = request.app.state.service
     client = service.engine()
 
     async def work() -> Response:
-        warnings = read_warnings(service, body)
+        warnings = [*read_warnings(service, body), *more_warnings]
         reply = await begin(service, body, request.state.request_id)
         reply.generation.warnings += warnings
         reply.generation.set_tenant(request.state.caller.tenant)
@@ -75,8 +95,9 @@ async def answer(request: Request, body: Any, begin: Callable[[Service, Any, str
         deltas = reply.generation.deltas(client, body.timeout, body.queue_timeout)
         if body.stream:
             cut_off = partial(reply.generation.cut_off, client)
-            return EventStream(reply.events(deltas), service.config.slow_reader_timeout, cut_off)
-        return Response(dumps(await reply.whole(deltas)), media_type="application/json")
+            events = api.events(reply, deltas)
+            return EventStream(events, service.config.slow_reader_timeout, cut_off, api.error_event, api.end)
+        return Response(dumps(await api.whole(reply, deltas)), media_type="application/json")
 
     response = await unless_disconnected(request.receive, work())
     return response if response is not None else Response(status_code=499)
