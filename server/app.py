@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from server import errors
 from server.middleware import Gate
-from server.routes import health, kv, messages, openai, responses, ui
+from server.routes import health, kv, messages, openai, responses, tokens, ui
 from server.service import Service
 
 
@@ -19,7 +19,7 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(title="Ropeway", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     errors.install(app)
-    for routes in (health.router, kv.router, openai.router, responses.router, messages.router):
+    for routes in (health.router, kv.router, openai.router, responses.router, messages.router, tokens.router):
         app.include_router(routes)
     if service.config.ui:
         app.include_router(ui.router)

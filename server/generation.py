@@ -224,10 +224,9 @@ class Generation:
             self.warnings.append(f"timeout: ended after {timeout:g} s, before max_tokens or a stop")
             yield [choice.cut() for choice in self.choices.values() if choice.finish is None]
         except QueueFullError as full:
-            headers = {"Retry-After": str(full.retry_after)}
-            raise ApiError(429, str(full), code="queue_full", headers=headers) from None
+            raise queue_is_full(full) from None
         except EngineDeadError as dead:
-            raise ApiError(500, f"the engine is gone: {dead}", code="engine_dead") from None
+            raise engine_is_dead(dead) from None
         finally:
             for choice in self.choices.values():
                 choice.leave()
@@ -260,6 +259,14 @@ def refusal_of(cut: StreamCutError) -> ApiError:
         "slow_reader": "the stream was not read for too long",
     }.get(cut.reason, f"the request was ended ({cut.reason})")
     return ApiError(503, text, code=cut.reason, headers={"Retry-After": "1"})
+
+
+def queue_is_full(full: QueueFullError) -> ApiError:
+    return ApiError(429, str(full), code="queue_full", headers={"Retry-After": str(full.retry_after)})
+
+
+def engine_is_dead(dead: EngineDeadError) -> ApiError:
+    return ApiError(500, f"the engine is gone: {dead}", code="engine_dead")
 
 
 def prompt_text(vocabulary: TokenBytes, tokens: list[int], text: str) -> PromptText:

@@ -128,6 +128,36 @@ def test_prompt_logprobs_are_keyed_by_token(http: httpx.Client) -> None:
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 
 
+# ---- numbers without generating
+
+
+def test_embeddings_by_the_official_client(live_server: LiveServer, http: httpx.Client) -> None:
+    client = openai.OpenAI(base_url=f"{live_server.url}/v1", api_key="none", max_retries=0)
+    model = client.models.list().data[0].id
+    asked: Any = {"model": model, "input": ["abc", "abd"]}
+    packed = [item.embedding for item in client.embeddings.create(**asked).data]  # base64, the client's own choice
+    plain = [item.embedding for item in client.embeddings.create(encoding_format="float", **asked).data]
+    assert packed == [pytest.approx(vector, abs=1e-6) for vector in plain]
+    assert len(plain[0]) == 48 and plain[0] != plain[1]
+    assert sum(value * value for value in plain[0]) == pytest.approx(1, abs=1e-5)
+    reply = post(http, "/v1/embeddings", input=[*b"abc"])
+    assert reply["pooling"] == "last" and reply["data"][0]["embedding"] == pytest.approx(plain[0], abs=1e-6)
+    assert reply["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    for body in ({"input": ""}, {"input": "a", "pooling": "mean"}, {"input": "a", "dimensions": 8}, {"input": [259]}):
+        assert http.post("/v1/embeddings", json=body).status_code == 400
+
+
+def test_tokenize_and_detokenize(http: httpx.Client) -> None:
+    reply = post(http, "/tokenize", prompt="h\u00e9<|eos|>", return_token_strs=True)
+    assert reply["tokens"] == [*"h\u00e9".encode(), 257] and reply["count"] == 4 and reply["max_model_len"] == 512
+    assert reply["token_strs"] == ["h", "bytes:\\xc3", "bytes:\\xa9", "<|eos|>"]
+    assert post(http, "/detokenize", tokens=reply["tokens"]) == {"prompt": "h\u00e9<|eos|>"}
+    chat = post(http, "/tokenize", messages=HI)
+    assert chat["count"] == post(http, "/v1/chat/completions", messages=HI, max_tokens=1)["usage"]["prompt_tokens"]
+    assert http.post("/detokenize", json={"tokens": [259]}).status_code == 400
+    assert http.post("/tokenize", json={}).json()["error"]["message"].endswith("send either prompt or messages")
+
+
 # ---- the books in the reply
 
 

@@ -111,10 +111,14 @@ def read_warnings(service: Service, body: GenerationBody) -> list[str]:
         name = str(error)
         reason = REASONS.get(name, "this server does not support this field, or not this value of it")
         raise bad_request(f"{name}: {reason}", name) from None
+    without_effect = [f"{name}: accepted, has no effect here" for name in fields_without_effect(body)]
+    return warn_unknown(service, unknown) + without_effect
+
+
+def warn_unknown(service: Service, unknown: Sequence[str]) -> list[str]:
     if unknown and service.config.strict_params:
         raise bad_request(f"{unknown[0]}: there is no such field (--strict-params)", unknown[0])
-    without_effect = [f"{name}: accepted, has no effect here" for name in fields_without_effect(body)]
-    return [f"{name}: unknown field, ignored" for name in unknown] + without_effect
+    return [f"{name}: unknown field, ignored" for name in unknown]
 
 
 async def begin_completion(service: Service, body: CompletionBody, request_id: str) -> Reply:
@@ -136,16 +140,23 @@ async def begin_completion(service: Service, body: CompletionBody, request_id: s
 
 
 async def completion_prompts(service: Service, body: CompletionBody) -> list[PromptText]:
-    """Texts are tokenised together; control tokens in them count, since the caller renders such prompts itself."""
     vocabulary, prompt = service.tokenizer.vocabulary, body.prompt
-    if isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], str)):
-        lists: Any = prompt if prompt and isinstance(prompt[0], list) else [prompt]
-        for tokens in lists:
-            service.limits.check_ids(tokens, "prompt")
-        return [prompt_text(vocabulary, tokens, decode(vocabulary, tokens) if body.echo else "") for tokens in lists]
+    ids = await prompt_tokens(service, prompt, body.add_special_tokens is not False)
     texts: Any = [prompt] if isinstance(prompt, str) else prompt
-    ids = await service.tokenizer.encode_aside(texts, body.add_special_tokens is not False)
-    return [prompt_text(vocabulary, tokens, text) for tokens, text in zip(ids, texts, strict=True)]
+    if texts and isinstance(texts[0], str):
+        return [prompt_text(vocabulary, tokens, text) for tokens, text in zip(ids, texts, strict=True)]
+    for tokens in ids:
+        service.limits.check_ids(tokens, "prompt")
+    return [prompt_text(vocabulary, tokens, decode(vocabulary, tokens) if body.echo else "") for tokens in ids]
+
+
+async def prompt_tokens(service: Service, prompt: Any, add_special_tokens: bool) -> list[list[int]]:
+    """Texts are tokenised together; control tokens in them count, since the caller renders such prompts itself."""
+    if isinstance(prompt, str):
+        return await service.tokenizer.encode_aside([prompt], add_special_tokens)
+    if prompt and isinstance(prompt[0], str):
+        return await service.tokenizer.encode_aside(prompt, add_special_tokens)
+    return prompt if prompt and isinstance(prompt[0], list) else [prompt]
 
 
 async def begin_chat(service: Service, body: ChatBody, request_id: str) -> Reply:
