@@ -144,6 +144,7 @@ export class Pool {
     const { total, active } = this.counts;
     const who = waiting === 1 ? "1 request waits" : `${waiting} requests wait`;
     const left = total - active;
+    if (left > total / 4) return `${who} for a place in the batch; pages are free (${left.toLocaleString("en")}).`;
     const biggest = [...this.requests.values()].reduce((most, row) => (row.pages > most.pages ? row : most), { pages: 0 });
     const room = left === 0 ? "no page of the pool is left" : `${left.toLocaleString("en")} of ${total.toLocaleString("en")} pages are left`;
     if (biggest.pages === 0) return `${who}: ${room}.`;
