@@ -221,7 +221,7 @@ def test_a_request_that_is_chosen_lights_up_its_pages(browser: Any) -> None:
     with serving(synthetic_app(updates=0)) as url, visit(browser, url) as guest:
         page = guest.open_live().page
         expect(page.locator("#rows tr")).to_have_count(200)
-        expect(page.locator("#banner")).to_contain_text("3 requests wait: ")
+        expect(page.locator("#banner")).to_contain_text("3 requests wait")
         row = page.locator("#rows tr").nth(5)
         row.locator("button").press("Enter")
         expect(row).to_have_class("selected")
