@@ -27,6 +27,7 @@ class Delta:
 
     index: int
     text: str = ""
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     finish: str | None = None
@@ -94,6 +95,7 @@ class Choice:
             if self._text.stop is not None:
                 break
             self.tokens += 1
+            delta.tokens.append(token)
             if row.logprobs:
                 delta.logprobs.append(row.logprobs[position])
                 delta.offsets.append(self._base + self._text.decoded_length)
@@ -159,7 +161,7 @@ class Generation:
         self.warnings: list[str] = []
         self._cached: dict[str, int] = {}
         self._stream: Stream | None = None
-        self._failure: str | None = None
+        self.failure: str | None = None
         self.kv_usage = False
         """The engine's bill for KV memory is wanted: it comes with the last row of a choice, even of a stopped one."""
         self._bills: list[RequestUsage] = []
@@ -213,9 +215,9 @@ class Generation:
             async with client.stream(self.submits, timeout, queue_timeout) as stream:
                 self._stream = stream
                 async for rows in stream:
-                    yield self._take(rows)
-                    if self._failure is not None:
-                        raise ApiError(500, self._failure, code="request_failed")
+                    yield self.take(rows)
+                    if self.failure is not None:
+                        raise ApiError(500, self.failure, code="request_failed")
                     if all(choice.finish for choice in self.choices.values()):
                         client.finish(stream, wait=self.kv_usage)
         except StreamCutError as cut:
@@ -236,14 +238,15 @@ class Generation:
         if self._stream is not None:
             client.abort(self._stream, "slow_reader")
 
-    def _take(self, rows: list[Row]) -> list[Delta]:
+    def take(self, rows: list[Row]) -> list[Delta]:
+        """What these rows bring, one delta a choice; `failure` says so if the engine gave the request up."""
         deltas: dict[int, Delta] = {}
         for row in rows:
             choice = self.choices[(row.id, row.choice)]
             if row.usage is not None:
                 self._bills.append(row.usage)
             if row.finish in ("error", "abort") and choice.finish is None:
-                self._failure = row.error or "the engine gave this request up"
+                self.failure = row.error or "the engine gave this request up"
                 break  # what came before it is still shown
             if row.cached_tokens is not None:
                 self._cached.setdefault(row.id, row.cached_tokens)

@@ -22,8 +22,7 @@ async def prepare(model: str | None, on_progress: Callable[[Progress], None]) ->
     """A folder as it is; a file converted once; a hub id downloaded; None: the demo model. StartupError otherwise."""
     if model is not None and is_servable(Path(model)):
         return Path(model)
-    if model is not None and not Path(model).exists() and (model.count("/") != 1 or model.startswith((".", "/", "~"))):
-        raise StartupError(f"no model at {model}: give a folder, a model file or a hub id such as org/name")
+    check_exists(model)
     on_progress(Progress("convert", model or "the demo model"))
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -40,6 +39,12 @@ async def prepare(model: str | None, on_progress: Callable[[Progress], None]) ->
 def is_servable(folder: Path) -> bool:
     """A Hugging Face folder of safetensors; one of pickles has a config.json as well, and is converted."""
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def check_exists(model: str | None) -> None:
+    """StartupError for what is neither here nor could be on the hub."""
+    if model is not None and not Path(model).exists() and (model.count("/") != 1 or model.startswith((".", "/", "~"))):
+        raise StartupError(f"no model at {model}: give a folder, a model file or a hub id such as org/name")
 
 
 async def follow(receiver: Connection, on_progress: Callable[[Progress], None]) -> Path:
@@ -62,18 +67,19 @@ def prepare_aside(sender: Connection, model: str | None) -> None:
     """Entry of the preparing process. Its one line of refusal goes to the parent, which prints it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        sender.send(canonical_folder(sender, model))
+        sender.send(canonical_folder(model, sender.send))
     except Exception as error:
         sender.send(str(error) or type(error).__name__)
 
 
-def canonical_folder(sender: Connection, model: str | None) -> Path:
+def canonical_folder(model: str | None, on_progress: Callable[[Progress], None]) -> Path:
+    """What `prepare` gives, made in this process."""
     from convert.cache import demo_model_file, ensure_canonical
 
     if model is not None and not Path(model).exists():
         return download(model)
     source = demo_model_file() if model is None else Path(model)
-    return ensure_canonical(source, progress=lambda detail: sender.send(Progress("convert", detail)))
+    return ensure_canonical(source, progress=lambda detail: on_progress(Progress("convert", detail)))
 
 
 def download(model: str) -> Path:

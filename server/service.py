@@ -59,17 +59,25 @@ class Service:
         begun = time.monotonic()
         folder = await self._prepare(self.config.model, self._show)
         self.metrics.engine.phases["convert"] = time.monotonic() - begun
-        self.tokenizer = Tokenizer.from_folder(folder)
-        names = {"bos_token": self.tokenizer.bos_token or "", "eos_token": self.tokenizer.eos_token or ""}
-        self.template: ChatTemplate | None = load_template(folder, self.tokenizer.control, names)
+        self.open_text(folder)
         self.client = self._make_client(self.config.engine_config(str(folder)))
         self.client.on_progress, self.client.on_death = self._show, self.fail
         info = await self.client.start()
         self.kv = KvLive(self.client, info, lambda: self.draining or self.failure is not None)
         self.client.on_step = self._observe
+        self.set_limits(folder, info)
+        self._show(Progress("ready"))
+
+    def open_text(self, folder: Path) -> None:
+        """Tokenizer and chat template of a canonical folder."""
+        self.tokenizer = Tokenizer.from_folder(folder)
+        names = {"bos_token": self.tokenizer.bos_token or "", "eos_token": self.tokenizer.eos_token or ""}
+        self.template: ChatTemplate | None = load_template(folder, self.tokenizer.control, names)
+
+    def set_limits(self, folder: Path, info: EngineInfo) -> None:
+        """What requests are checked against from now on."""
         defaults = sampling_defaults(folder) if self.config.generation_defaults else {}
         self.limits = ModelLimits(info.vocab_size, info.max_model_len, self.tokenizer, defaults)
-        self._show(Progress("ready"))
 
     def _observe(self, output: StepOutput) -> None:
         self.metrics.observe_step(output)

@@ -5,37 +5,48 @@ Knows the engine as its clients do; the caller throws it away afterwards.
 
 from __future__ import annotations
 
+import time
+from statistics import median
+
 from server.engine.core import Engine
 from server.engine.messages import SamplingParams, Submit
 
 PROMPT_TOKENS = 64
 DECODES = 3
-ROUNDS = 3
+ROUNDS = 7
+ENOUGH_ROUNDS = 3
+ENOUGH_SECONDS = 2.0
+"""Large models take no more than ENOUGH_ROUNDS once this much time has gone."""
 STALL = 3
 """A step that also computes somebody's prompt may take so many times as long as one that decodes alone."""
-LEAST_CHUNK = 16
+LEAST_CHUNK = 32
+"""Whatever was measured: prompts must not crawl because something else ran on the machine during the start."""
+STEP_OF_CHUNK = 16
 
 
 def warm_up(engine: Engine) -> int:
     """Prompt tokens that may share a step with decodes so that no stream waits longer than STALL decode steps.
 
-    Measured here once, before the engine serves: a schedule must not depend on a clock.
+    Measured here once, before the engine serves: a schedule must not depend on a clock. Prompts and decodes take turns
+    and medians are compared, so that a machine that is busy at the start slows both alike.
     """
     length = min(PROMPT_TOKENS, engine.info.max_num_batched_tokens, engine.info.max_model_len - DECODES)
-    prompts, decodes = list[float](), list[float]()
+    prompts, decodes, begun = list[float](), list[float](), time.monotonic()
     for number in range(ROUNDS):
+        if number >= ENOUGH_ROUNDS and time.monotonic() - begun > ENOUGH_SECONDS:
+            break
         params = SamplingParams(max_tokens=DECODES, temperature=1.0, seed=number)
         engine.add(Submit("warm-up", Submit.pack([number] * max(1, length)), params))
         while engine.has_work:
             stats = engine.step().stats
             (prompts if stats.step_tokens > 1 else decodes).append(stats.step_seconds)
-    return mixed_chunk(length, min(prompts, default=0.0), min(decodes)) if prompts else LEAST_CHUNK
+    return mixed_chunk(length, median(prompts), median(decodes)) if prompts else LEAST_CHUNK
 
 
 def mixed_chunk(length: int, prompt_seconds: float, decode_seconds: float) -> int:
-    """From the times of a prompt of `length` tokens and of a single decode; a multiple of LEAST_CHUNK."""
+    """From the times of a prompt of `length` tokens and of a single decode; a multiple of STEP_OF_CHUNK."""
     per_token = (prompt_seconds - decode_seconds) / (length - 1)
     if per_token <= 0:
         return 1 << 30
     affordable = int((STALL - 1) * decode_seconds / per_token)
-    return max(LEAST_CHUNK, affordable // LEAST_CHUNK * LEAST_CHUNK)
+    return max(LEAST_CHUNK, affordable // STEP_OF_CHUNK * STEP_OF_CHUNK)
