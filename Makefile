@@ -38,8 +38,15 @@ test: $(VENV)/.dev ## The suite: under ten minutes on two cores
 test-slow: $(VENV)/.dev ## The demo from a fresh checkout, the wheel in a clean venv, soaks and large property runs
 	$(BIN)/python -m pytest -m "slow"
 
-test-clients: $(VENV)/.dev ## Suites that other people wrote, against a real server
-	$(BIN)/python -m pytest -m "clients"
+# Other people's clients pin much of what they need, so they get an environment of their own.
+$(VENV)-clients/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check $(INDEX) $(TORCH)
+	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,otel,clients]'
+	@touch $@
+
+test-clients: $(VENV)-clients/.installed ## Suites that other people wrote, against a real server
+	$(VENV)-clients/bin/python -m pytest -m "clients"
 
 test-sanitizers: $(VENV)/.dev ## The native operations under address and undefined-behaviour sanitizers
 	$(BIN)/python -m pytest -m "slow" tests/test_ops_cpu_build.py
@@ -68,4 +75,4 @@ format: $(VENV)/.dev ## Rewrite to the house format
 	$(BIN)/ruff format .
 
 clean: ## Remove what was installed and built
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-clients build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

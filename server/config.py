@@ -9,7 +9,8 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from server.engine.messages import EngineConfig
@@ -80,10 +81,12 @@ class ServeConfig:
     served_model_name: tuple[str, ...] = option((), "name in the API, repeatable; the first one is reported")
     api_key: tuple[str, ...] = option((), "key that callers must send, repeatable; none leaves the server open")
     admin_api_key: tuple[str, ...] = option((), "key that also shows other tenants' requests under /kv, repeatable")
+    api_key_file: str | None = option(None, "file with more keys, one a line; # begins a comment")
     metrics_need_key: bool = option(False, "ask for the key on /metrics as well", parse_flag)
     strict_params: bool = option(False, "refuse unknown request fields instead of warning", parse_flag)
     generation_defaults: bool = option(True, "sampling defaults from the model's generation_config.json", parse_flag)
     max_body_bytes: int = option(32 * 1024**2, "largest request body, e.g. 32MiB", parse_size, at_least=1)
+    header_timeout: float = option(20.0, "seconds a client may take to send its headers", float, at_least=0.1)
     body_timeout: float = option(60.0, "seconds a client may take to send its request body", float, at_least=0.1)
     slow_reader_timeout: float = option(60.0, "seconds a client may leave its stream unread", float, at_least=0.1)
     stall_timeout: float = option(
@@ -92,6 +95,14 @@ class ServeConfig:
     drain_timeout: float = option(30.0, "seconds that running requests get after SIGTERM", float, at_least=0)
     ui: bool = option(True, "serve the page at /: playground, live page map, charts", parse_flag)
     access_log: bool = option(False, "one line a request on stderr", parse_flag)
+    log_format: str = option("text", "json: one object a request and a message", choices=("text", "json"))
+    log_prompts: bool = option(False, "request bodies in the JSON log, 64 KiB of each", parse_flag)
+    otlp_traces_endpoint: str | None = option(None, "URL that takes OpenTelemetry traces (needs the extra otel)")
+    cors_allow_origin: tuple[str, ...] = option(
+        (), "origin whose pages may call, repeatable; * for any; none by default"
+    )
+    ssl_certfile: str | None = option(None, "PEM certificate; with it the server speaks HTTPS")
+    ssl_keyfile: str | None = option(None, "PEM key of the certificate")
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -103,6 +114,8 @@ class ServeConfig:
                 raise ValueError(f"--{flag_name(item.name)} {value}: must be at least {at_least:g}")
         if self.port > 65535:
             raise ValueError(f"--port {self.port}: must be at most 65535")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("--ssl-certfile and --ssl-keyfile: each needs the other")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens}: must be at least "
@@ -156,7 +169,19 @@ def read_config(arguments: argparse.Namespace, environment: Mapping[str, str] = 
             values[item.name] = parse_value(item.default, item.metadata["parse"], given)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
-    return ServeConfig(**values)
+    config = ServeConfig(**values)
+    return config if config.api_key_file is None else with_keys_of(config, Path(config.api_key_file))
+
+
+def with_keys_of(config: ServeConfig, file: Path) -> ServeConfig:
+    try:
+        lines = [line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise ValueError(f"--api-key-file {file}: {error.strerror or error}") from None
+    keys = tuple(line for line in lines if line)
+    if not keys:
+        raise ValueError(f"--api-key-file {file}: no key in it, which would leave the server open")
+    return replace(config, api_key=config.api_key + keys)
 
 
 def parse_value(default: object, parse: Callable[[str], Any], given: str | Sequence[str]) -> Any:

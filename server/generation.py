@@ -191,6 +191,11 @@ class Generation:
         return sum(self._cached.values())
 
     @property
+    def ends(self) -> list[str]:
+        """How each choice ended, "running" if it has not."""
+        return [choice.finish or "running" for choice in self.choices.values()]
+
+    @property
     def times(self) -> RequestTimes:
         """The longest of all choices: they run side by side."""
         each = [choice.times for choice in self.choices.values()]

@@ -9,19 +9,28 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import LOGGING_CONFIG
 
 from server.app import create_app
 from server.client import EngineClient
 from server.config import ServeConfig
 from server.engine.messages import EngineInfo
+from server.header_timeout import protocol_with
 from server.prepare import prepare
+from server.request_log import json_log_config, log_request
 from server.service import MakeClient, Service, StartupError
+from server.watch import Watched
+
+if TYPE_CHECKING:
+    from server.tracing import Tracing
 
 FLUSH_SECONDS = 3
 """After the drain deadline, for last events to reach their readers."""
@@ -99,23 +108,44 @@ def serve(config: ServeConfig, make_client: MakeClient = EngineClient) -> int:
     """Run a server to its end. 0 after a drain, 1 after a failure (its one line is on stderr)."""
     try:
         listener = bind(config.host, config.port)
+        tracing = start_tracing(config)
     except StartupError as error:
         print(f"ropeway: {error}", file=sys.stderr)
         return 1
     host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if config.ssl_certfile is None else "https"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     service = Service(config, prepare, make_client)
+    observers: list[Callable[[Watched], None]] = [tracing.observe] if tracing is not None else []
+    if config.log_format == "json":
+        observers.append(partial(log_request, log_prompts=config.log_prompts))
     settings = uvicorn.Config(
-        Lifespan(create_app(service), service, url),
+        Lifespan(create_app(service, observers), service, url),
+        http=protocol_with(config.header_timeout),
+        log_config=json_log_config() if config.log_format == "json" else LOGGING_CONFIG,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
         lifespan="on",
         log_level="info" if config.access_log else "warning",
-        access_log=config.access_log,
+        access_log=config.access_log and config.log_format == "text",
         timeout_graceful_shutdown=FLUSH_SECONDS,
         server_header=False,
     )
     print(f"ropeway: listening on {url}, loading {config.model or 'the demo model'}", flush=True)
     DrainingServer(settings, service).run(sockets=[listener])
+    if tracing is not None:
+        tracing.close()
     return 0 if service.failure is None else 1
+
+
+def start_tracing(config: ServeConfig) -> Tracing | None:
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        from server.tracing import Tracing
+    except ImportError:
+        raise StartupError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'ropeway[otel]'") from None
+    return Tracing(config.otlp_traces_endpoint)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -89,6 +89,7 @@ async def answer(
     async def work() -> Response:
         warnings = [*read_warnings(service, body), *more_warnings]
         reply = await begin(service, body, request.state.request_id)
+        request.state.reply = reply
         reply.generation.warnings += warnings
         reply.generation.set_tenant(request.state.caller.tenant)
         reply.generation.kv_usage = bool(body.kv_usage)
