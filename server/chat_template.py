@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -90,7 +90,10 @@ def load_template(folder: Path, control: ControlTokens, special_tokens: dict[str
         source = read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(source, list):
         source = {item["name"]: item["template"] for item in source}.get("default")
-    return None if source is None else ChatTemplate(source, control, special_tokens)
+    try:
+        return None if source is None else ChatTemplate(source, control, special_tokens)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the chat template of {folder} is broken in line {error.lineno}: {error.message}") from None
 
 
 def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

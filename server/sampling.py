@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from server.engine.messages import SamplingParams
-from server.errors import bad_request
+from server.errors import bad_request, shown
 from server.schemas import GenerationBody
 from server.tokenizer import Tokenizer, read_json
 
@@ -61,9 +63,17 @@ class ModelLimits:
 
 
 def sampling_defaults(folder: Path) -> dict[str, float]:
-    """What generation_config.json says; do_sample false asks for greedy."""
+    """What generation_config.json says; do_sample false asks for greedy. ValueError if no request might say so."""
     generation = read_json(folder / "generation_config.json")
     defaults = {name: generation[name] for name in SAMPLING_FIELDS if generation.get(name) is not None}
+    try:
+        GenerationBody.model_validate(defaults)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(
+            f"{folder / 'generation_config.json'}: {first['loc'][0]} is {shown(first['input'])}: {first['msg']} "
+            "(--generation-defaults false leaves its sampling fields out)"
+        ) from None
     return defaults | ({"temperature": 0.0} if generation.get("do_sample") is False else {})
 
 
@@ -120,8 +130,8 @@ def allowed_tokens(body: GenerationBody, limits: ModelLimits) -> tuple[int, ...]
 def stop_tokens(body: GenerationBody, limits: ModelLimits) -> tuple[int, ...]:
     asked = body.stop_token_ids or []
     limits.check_ids(asked, "stop_token_ids")
-    own = frozenset() if body.ignore_eos else limits.tokenizer.end_ids
-    return tuple(sorted(own | set(asked)))
+    own = [] if body.ignore_eos else [id for id in limits.tokenizer.end_ids if id < limits.vocab_size]
+    return tuple(sorted({*own, *asked}))
 
 
 def bad_words(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -54,6 +54,9 @@ class Service:
             await self._load()
         except (StartupError, EngineDeadError, OSError, ValueError) as error:
             self.fail(str(error))
+        except Exception as error:  # files may hold what nobody thought of: no reason to load for ever
+            model = self.config.model or "the demo model"
+            self.fail(f"cannot load {model}: {type(error).__name__}: {' '.join(str(error).split())}")
 
     async def _load(self) -> None:
         begun = time.monotonic()
