@@ -152,6 +152,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(f"--{flag_name(item.name)}", metavar=metavar, help=text)
 
 
+def markdown_table() -> str:
+    """The flags as docs/serve.md shows them."""
+    rows = ["| Flag | Environment | Default | What |", "|---|---|---|---|"]
+    for item in fields(ServeConfig):
+        flag = "MODEL" if item.metadata["positional"] else f"--{flag_name(item.name)}"
+        choices = f" ({', '.join(item.metadata['choices'])})" if item.metadata["choices"] else ""
+        default = "" if item.default in (None, ()) else f"`{item.default}`"
+        rows.append(f"| `{flag}` | `{env_name(item.name)}` | {default} | {item.metadata['help']}{choices} |")
+    return "\n".join(rows)
+
+
 def default_note(default: object) -> str:
     return "" if default in (None, ()) else f", default {default}"
 

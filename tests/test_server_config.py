@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from server.config import ServeConfig, add_options, env_name, flag_name, parse_size, read_config
+from server.config import ServeConfig, add_options, env_name, flag_name, markdown_table, parse_size, read_config
 from server.engine.messages import EngineConfig
 
 
@@ -86,3 +87,9 @@ def test_the_engine_is_told_everything_it_knows_a_field_for() -> None:
     config = read("--page-size", "4", "--kv-cache-memory", "1MiB", "--max-model-len", "64", "--threads", "2")
     engine = config.engine_config("/folder")
     assert engine == EngineConfig("/folder", page_size=4, kv_cache_memory=1024**2, max_model_len=64, threads=2)
+
+
+def test_docs_list_every_flag() -> None:
+    """After a change: python -c 'from server.config import markdown_table; print(markdown_table())'."""
+    text = (Path(__file__).resolve().parent.parent / "docs" / "serve.md").read_text(encoding="utf-8")
+    assert markdown_table() in text
