@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from convert.detect import open_source
 from convert.dtypes import to_float32
 from convert.errors import ConvertError
 from convert.formats.gguf_model import gguf_name
@@ -24,7 +25,7 @@ from convert.formats.meta_write import write_meta
 from convert.plan import Target, make_plan, rope_heads
 from convert.readings import source_reading
 from convert.rope_pairing import to_adjacent
-from convert.source import Source, open_source
+from convert.source import Source
 from convert.verify import LogitComparison, compare
 from convert.write import check_free_disk
 

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from convert.detect import open_source
 from convert.dtypes import TORCH_NAMES
 from convert.errors import ConvertError
 from convert.plan import Target, make_plan
 from convert.report import REPORT_FILE, is_lossless, make_report
-from convert.source import Source, open_source
+from convert.source import Source
 from convert.tokenizer.assemble import to_json
 from convert.verify import prove, require
 from convert.write import atomic_folder, check_free_disk, write_tensors, write_text

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from convert.detect import open_source
 from convert.dtypes import Float32, raw_bytes
 from convert.errors import ConvertError
 from convert.formats.huggingface import open_huggingface, read_json
@@ -23,7 +24,7 @@ from convert.forward import logits
 from convert.readings import TensorReading, source_reading
 from convert.report import REPORT_FILE
 from convert.rope_pairing import Pairing, PairingEvidence, Verdict, detect_pairing
-from convert.source import Source, open_source
+from convert.source import Source
 
 PROBE_TEXT = (
     "Once upon a time there was a little girl named Lily. She loved to play in the park with her mom. One day, she saw "

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from convert.__main__ import main_convert
+from convert.detect import open_source
 from convert.errors import ConvertError
 from convert.export import export
 from convert.formats.gguf import read_gguf
 from convert.pipeline import convert
-from convert.source import open_source
 from convert.tokenizer.gguf import tokenizer_files
 from convert.tokenizer.gguf_write import tokenizer_metadata
 from tests.conftest import BASE_CONFIG, KINDS, ModelFactory, random_tensors

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from convert.detect import open_source
 from convert.dtypes import shortest_float
 from convert.errors import ConvertError
 from convert.formats.gguf_model import open_gguf
 from convert.formats.gguf_quants import BLOCKS, REFUSED_TYPES, TYPE_NAMES, dequantize
 from convert.formats.gguf_rope import invert_llama3, llama3_ratios
 from convert.pipeline import convert
-from convert.source import open_source
 from tests.conftest import BASE_CONFIG, KINDS, random_tensors
 from tests.convert_sources import write_gguf
 

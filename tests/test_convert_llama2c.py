@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from convert.detect import open_source
 from convert.errors import ConvertError
 from convert.pipeline import convert
-from convert.source import open_source
 from convert.tokenizer.gguf import tokenizer_files
 from tests.conftest import BASE_CONFIG, random_tensors
 from tests.convert_sources import write_llama2c

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from convert.detect import open_source
 from convert.formats.huggingface import open_huggingface
 from convert.forward import logits
 from convert.pipeline import convert
 from convert.readings import canonical_reading
-from convert.source import open_source
 from convert.verify import verify_folder
 from model.config import load_config
 from model.ops.reference import ReferenceOps

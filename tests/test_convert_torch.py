@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from convert.detect import open_source
 from convert.errors import ConvertError
 from convert.formats.torch_pickle import read_torch, state_tensors
 from convert.pipeline import convert
-from convert.source import open_source
 from tests.conftest import BASE_CONFIG, random_tensors
 from tests.convert_sources import meta_params, meta_tensors
 

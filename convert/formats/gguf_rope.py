@@ -5,18 +5,16 @@ Knows nothing of the other metadata.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from convert.dtypes import Float32
 from convert.errors import ConvertError
 from convert.formats.gguf import GgufFile
+from convert.formats.gguf_fields import Fields
 from convert.formats.rope_entries import rope_entries
 from convert.source import ConfigEntry
-
-if TYPE_CHECKING:
-    from convert.formats.gguf_model import Fields
 
 DEFAULT_THETA = 10000.0
 YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}  # any other yarn_* key is refused

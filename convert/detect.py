@@ -1,0 +1,38 @@
+"""Which format a file or a folder is in: each reader is asked whether it recognises the content, never the file name.
+
+Knows nothing of what any format holds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from convert.errors import ConvertError
+from convert.formats.gguf import MAGIC
+from convert.formats.gguf_model import open_gguf
+from convert.formats.huggingface import is_huggingface, open_huggingface
+from convert.formats.huggingface_bin import is_huggingface_bin, open_huggingface_bin
+from convert.formats.llama2c import is_llama2c, open_llama2c
+from convert.formats.meta import is_meta, open_meta
+from convert.source import Source
+
+
+def open_source(path: Path) -> Source:
+    """Recognise `path` (a file or a folder) by its content. Raises ConvertError when no reader knows it."""
+    if not path.exists():
+        raise ConvertError("no such file or folder", path)
+    if path.is_dir():
+        if is_huggingface(path):
+            return open_huggingface(path)
+        if is_huggingface_bin(path):
+            return open_huggingface_bin(path)
+        if is_meta(path):
+            return open_meta(path)
+        raise ConvertError("no checkpoint in this folder (no config.json with weights, no params.json)", path)
+    with path.open("rb") as file:
+        start = file.read(8)
+    if start[:4] == MAGIC:
+        return open_gguf(path)
+    if is_llama2c(path):
+        return open_llama2c(path)
+    raise ConvertError(f"not a checkpoint of a known format (starts with {start!r})", path, 0)
