@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from convert.errors import ConvertError
-from convert.formats.gguf import MAGIC
+from convert.formats.gguf_header import MAGIC
 from convert.formats.gguf_model import open_gguf
 from convert.formats.huggingface import is_huggingface, open_huggingface
 from convert.formats.huggingface_bin import is_huggingface_bin, open_huggingface_bin

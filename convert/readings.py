@@ -103,7 +103,7 @@ def _gguf_reading(table: Mapping[str, SourceTensor], metadata: Mapping[str, Any]
 
     def field(key: str, default: Any = None) -> Any:
         value = metadata.get(f"{arch}.{key}", default)
-        return value[0].item() if isinstance(value, np.ndarray) else value
+        return value[0] if isinstance(value, tuple) else value
 
     heads = field("attention.head_count")
     width = field("attention.key_length", field("embedding_length") // heads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,16 @@ def test_init_files_are_empty() -> None:
 def test_every_module_says_its_job() -> None:
     modules = [path for folder in (*OURS, "tests") for path in sources(folder) if path.name != "__init__.py"]
     assert [str(path) for path in modules if not ast.get_docstring(ast.parse(path.read_text()))] == []
+
+
+def test_no_two_modules_import_each_other() -> None:
+    modules = {module_name(path): path for folder in OURS for path in sources(folder)}
+    graph = {name: set(imports_of(path)) & modules.keys() for name, path in modules.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
 
 
 def loaded_by(statement: str) -> set[str]:

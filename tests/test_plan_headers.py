@@ -1,4 +1,4 @@
-"""The quick header reader against files that the gguf package writes, split files, and damage of every kind."""
+"""The header reader against files that the gguf package writes, split files, and damage of every kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from convert.errors import ConvertError
-from convert.formats.gguf_header import LONGEST_ARRAY, read_gguf_header
+from convert.formats.gguf_header import read_header
+from convert.formats.gguf_parts import read_headers
 from server.plan.source import open_model
 
 
@@ -30,7 +31,7 @@ def write_gguf(path: Path, **changes: Any) -> Path:
     writer.add_float32("llama.rope.freq_base", 10000.0)
     writer.add_bool("tokenizer.ggml.add_bos_token", True)
     writer.add_array("tokenizer.ggml.tokens", ["", "a", "ü", "x" * 300])
-    writer.add_array("tokenizer.ggml.scores", [0.5] * (LONGEST_ARRAY + 1))
+    writer.add_array("tokenizer.ggml.scores", [0.5] * 5000)
     writer.add_tensor("token_embd.weight", np.zeros((40, 32), np.float32))
     writer.add_tensor("blk.0.attn_q.weight", np.zeros((32, 32), np.float16))
     writer.add_tensor("blk.0.attn_norm.weight", np.zeros(32, np.float32))
@@ -41,12 +42,13 @@ def write_gguf(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_metadata_and_tensors_are_read_and_vocabularies_stepped_over(tmp_path: Path) -> None:
-    header = read_gguf_header(write_gguf(tmp_path / "m.gguf"))
+def test_metadata_vocabularies_and_tensors_are_read(tmp_path: Path) -> None:
+    header = read_header(write_gguf(tmp_path / "m.gguf"))
     assert header.metadata["llama.context_length"] == 256
     assert header.metadata["general.architecture"] == "llama"
     assert header.metadata["tokenizer.ggml.add_bos_token"] is True
-    assert not {"tokenizer.ggml.tokens", "tokenizer.ggml.scores"} & set(header.metadata)
+    assert header.metadata["tokenizer.ggml.tokens"] == ["", "a", "ü", "x" * 300]
+    assert header.metadata["tokenizer.ggml.scores"] == (0.5,) * 5000
     found = {row.name: (row.shape, row.type_code) for row in header.tensors}
     assert found == {
         "token_embd.weight": ((40, 32), 0),
@@ -62,9 +64,9 @@ def test_a_truncated_header_is_refused_wherever_it_ends(tmp_path: Path) -> None:
     for size in [*range(0, 400), *range(end - 80, end)]:
         path.write_bytes(whole[:size])
         with pytest.raises(ConvertError, match=r"cut\.gguf"):
-            read_gguf_header(path)
+            read_header(path)
     path.write_bytes(whole[:end])
-    assert len(read_gguf_header(path).tensors) == 3
+    assert len(read_header(path).tensors) == 3
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_a_truncated_header_is_refused_wherever_it_ends(tmp_path: Path) -> None:
         (0, b"GGML", "not a GGUF file"),
         (4, (1).to_bytes(4, "little"), "GGUF version 1"),
         (4, (3).to_bytes(4, "big"), "GGUF version 50331648"),
-        (24, (1 << 62).to_bytes(8, "little"), "runs past the end"),
+        (24, (1 << 62).to_bytes(8, "little"), "metadata key needs 4611686018427387904 bytes"),
     ],
 )
 def test_what_is_not_gguf_is_refused_with_the_reason(tmp_path: Path, at: int, raw: bytes, words: str) -> None:
@@ -82,18 +84,27 @@ def test_what_is_not_gguf_is_refused_with_the_reason(tmp_path: Path, at: int, ra
     data[at : at + len(raw)] = raw
     path.write_bytes(data)
     with pytest.raises(ConvertError, match=words):
-        read_gguf_header(path)
+        read_header(path)
 
 
-def test_parts_of_a_split_file_are_read_together(tmp_path: Path) -> None:
-    first = write_gguf(tmp_path / "m-00001-of-00002.gguf", **{"split.count": 2})
-    with pytest.raises(ConvertError, match=r"1 of 2 parts are missing: put m-00002-of-00002\.gguf beside it"):
-        read_gguf_header(first)
-    write_gguf(tmp_path / "m-00002-of-00002.gguf")
-    assert len(read_gguf_header(first).tensors) == 6
+def test_parts_of_a_split_file_are_planned_together(tmp_path: Path) -> None:
+    whole = open_model(str(write_gguf(tmp_path / "whole.gguf"))).tensors
+    first = write_gguf(tmp_path / "m-00001-of-00002.gguf", **{"split.count": 2, "split.no": 0})
+    with pytest.raises(ConvertError, match=r"part m-00002-of-00002\.gguf of the model is missing"):
+        open_model(str(first))
+    second = write_gguf(tmp_path / "m-00002-of-00002.gguf", **{"split.count": 2, "split.no": 1})
+    with pytest.raises(ConvertError, match=r"m-00002-of-00002\.gguf at byte \d+: .* appears twice"):
+        open_model(str(first))
+    second.write_bytes(renamed_tensors(second.read_bytes()))
+    assert len(open_model(str(first)).tensors) == 2 * len(whole)
     lone = first.rename(tmp_path / "m.gguf")
-    with pytest.raises(ConvertError, match="its name does not end in"):
-        read_gguf_header(lone)
+    with pytest.raises(ConvertError, match="must keep their names"):
+        read_headers(lone)
+
+
+def renamed_tensors(raw: bytes) -> bytes:
+    """The same file with other tensor names of the same length."""
+    return raw.replace(b"token_embd.weight", b"other_embd.weight").replace(b"blk.0.", b"blk.1.")
 
 
 def test_a_plan_reads_its_config_from_the_header(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from convert.dtypes import shortest_float
 from convert.errors import ConvertError
 from convert.formats.gguf import GgufFile
@@ -39,8 +37,8 @@ class Fields:
             if default is None:
                 raise self.fail(key, "missing")
             return ConfigEntry(default, f"default of GGUF ({name} is absent)")
-        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()
+        if isinstance(value, tuple) and len(set(value)) == 1:
+            value = value[0]
         if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
             number = shortest_float(value) if name in self.file.float32_keys else float(value)
             if not (math.isfinite(number) and number > 0):

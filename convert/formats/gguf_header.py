@@ -1,158 +1,168 @@
-"""The header of a GGUF file in milliseconds: scalar metadata, short number arrays and the tensor table.
+"""The header of one GGUF file: metadata and tensor table, checked before anything is believed.
 
-Knows nothing of tensor data, vocabularies or numpy: string arrays are stepped over (gguf.py reads and checks it all).
+Knows nothing of tensor data, architectures or numpy (`ropeway plan` reads headers and loads none of it).
+Versions 2 and 3, little-endian.
 """
 
 from __future__ import annotations
 
 import mmap
-import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from convert.errors import ConvertError
 
 MAGIC = b"GGUF"
-STRING, ARRAY = 8, 9
-SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-LENGTH = struct.Struct("<Q")
-LONGEST_ARRAY = 4096
-"""Arrays of more numbers are stepped over: per-layer settings are short, vocabularies are not."""
-
-Scalar = int | float | bool | str
+MAX_DIMS = 4
+FLOAT32, STRING, ARRAY = 6, 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", FLOAT32: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+SMALLEST_FIELD = 13  # key length, empty key, type, one byte
+SMALLEST_TENSOR = 32  # name length, empty name, dims, one dim, type, offset
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One row of the tensor table. shape is outermost first; type_code is GGML's (0 F32, 1 F16, 30 BF16, ...)."""
+    """One row of the tensor table. shape is outermost first; type_code is GGML's (0 F32, 1 F16, 30 BF16, ...).
+
+    offset counts from the start of the data area; at is where the row itself stands in the file.
+    """
 
     name: str
     shape: tuple[int, ...]
     type_code: int
+    offset: int
+    at: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """metadata holds what was read: scalars, strings and arrays of at most LONGEST_ARRAY numbers."""
+    """A parsed header of `end` bytes. Arrays of strings are lists, arrays of numbers tuples."""
 
-    metadata: dict[str, Scalar | tuple[Scalar, ...]]
+    path: Path
+    metadata: dict[str, Any]
+    float32_keys: frozenset[str]
     tensors: tuple[TensorRow, ...]
+    end: int
 
 
 class _Cursor:
+    """Reads the header front to back; running past the end is an error that names the place."""
+
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at = path, data, 0
 
-    def fail(self, text: str) -> ConvertError:
-        return ConvertError(text, self.path, self.at)
+    def fail(self, text: str, offset: int | None = None) -> ConvertError:
+        return ConvertError(text, self.path, self.at if offset is None else offset)
 
-    def take(self, code: str) -> Scalar:
+    def need(self, size: int, what: str) -> None:
+        if size > len(self.data) - self.at:
+            raise self.fail(f"{what} needs {size} bytes, the file has {len(self.data) - self.at} more (truncated?)")
+
+    def numbers(self, count: int, code: str, what: str) -> tuple[Any, ...]:
+        size = count * struct.calcsize(f"<{code}")
+        self.need(size, what)
+        values = struct.unpack_from(f"<{count}{code}", self.data, self.at)
+        self.at += size
+        return values
+
+    def number(self, code: str, what: str) -> Any:
+        return self.numbers(1, code, what)[0]
+
+    def string(self, what: str) -> str:
+        start = self.at
+        length = self.number("Q", f"length of {what}")
+        self.need(length, what)
         try:
-            (value,) = struct.unpack_from(code, self.data, self.at)
-        except struct.error:
-            raise self.fail("the header ends here (is the file truncated?)") from None
-        self.at += struct.calcsize(code)
-        scalar: Scalar = value
-        return scalar
-
-    def count(self) -> int:
-        return int(self.take("<Q"))
-
-    def string(self) -> str:
-        length = self.count()
-        raw = self.data[self.at : self.at + length]
-        if len(raw) < length:
-            raise self.fail(f"a string of {length} bytes runs past the end of the file (is it truncated?)")
+            text = self.data[self.at : self.at + length].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.fail(f"{what} is not UTF-8", start) from error
         self.at += length
-        return raw.decode("utf-8", "replace")
+        return text
 
-    def skip_strings(self, count: int) -> None:
-        """A vocabulary has hundreds of thousands: one addition each, no string is made."""
-        data, at, unpack = self.data, self.at, LENGTH.unpack_from
-        try:
-            for _ in range(count):
-                at += LENGTH.size + unpack(data, at)[0]
-        except (struct.error, OverflowError):
-            raise self.fail(f"an array of {count} strings runs past the end of the file (is it truncated?)") from None
+    def strings(self, count: int, what: str) -> list[str]:
+        """Vocabularies hold hundreds of thousands: the common path avoids a call per string."""
+        self.need(8 * count, what)
+        data, at, end = self.data, self.at, len(self.data)
+        out: list[str] = []
+        for _ in range(count):
+            begin = at + 8
+            at = begin + int.from_bytes(data[at:begin], "little")
+            if at > end or begin > end:
+                raise self.fail(f"{what}: string {len(out)} runs past the end of the file", begin - 8)
+            try:
+                out.append(data[begin:at].decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise self.fail(f"{what}: string {len(out)} is not UTF-8", begin - 8) from error
         self.at = at
+        return out
 
-    def array(self) -> tuple[Scalar, ...] | None:
-        kind, count = int(self.take("<I")), self.count()
+    def value(self, kind: int, key: str) -> Any:
         if kind == STRING:
-            self.skip_strings(count)
-            return None
-        code = self.scalar_code(kind)
-        if count > LONGEST_ARRAY:
-            self.at += count * struct.calcsize(code)
-            return None
-        return tuple(self.take(code) for _ in range(count))
-
-    def scalar_code(self, kind: int) -> str:
+            return self.string(key)
+        if kind == ARRAY:
+            return self.array(key)
         if kind not in SCALARS:
-            raise self.fail(f"unknown metadata type {kind} (0 to 12 are known)")
-        return SCALARS[kind]
+            raise self.fail(f"{key}: unknown value type {kind}")
+        return self.number(SCALARS[kind], key)
 
-    def value(self) -> Scalar | tuple[Scalar, ...] | None:
-        kind = int(self.take("<I"))
+    def array(self, key: str) -> Any:
+        kind, count = self.number("I", key), self.number("Q", key)
         if kind == STRING:
-            return self.string()
-        return self.array() if kind == ARRAY else self.take(self.scalar_code(kind))
-
-    def tensor(self) -> TensorRow:
-        name = self.string()
-        dims = int(self.take("<I"))
-        if not 1 <= dims <= 4:
-            raise self.fail(f"tensor {name!r} has {dims} dimensions (1 to 4 are possible)")
-        shape = tuple(self.count() for _ in range(dims))[::-1]
-        type_code = int(self.take("<I"))
-        self.take("<Q")  # where the data starts
-        return TensorRow(name, shape, type_code)
+            return self.strings(count, key)
+        if kind not in SCALARS:
+            raise self.fail(f"{key}: arrays of type {kind} are not supported")
+        return self.numbers(count, SCALARS[kind], key)
 
 
-def read_gguf_header(path: Path) -> GgufHeader:
-    """Metadata and tensor table of `path`, all parts of a split file together.
-
-    Raises ConvertError (file, byte, reason) for what is not GGUF version 2 or 3, ends early or lacks a part.
-    """
-    header = _read_one(path)
-    parts = int(str(header.metadata.get("split.count", 1)))
-    if parts <= 1:
-        return header
-    rest = [_read_one(part) for part in _part_paths(path, parts) if part != path]
-    return GgufHeader(header.metadata, header.tensors + tuple(row for part in rest for row in part.tensors))
-
-
-def _part_paths(path: Path, parts: int) -> list[Path]:
-    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
-    if not match or int(match[2]) != parts:
-        raise ConvertError(f"one of {parts} parts, but its name does not end in -00001-of-{parts:05}.gguf", path)
-    paths = [path.with_name(f"{match[1]}-{number:05}-of-{match[2]}.gguf") for number in range(1, parts + 1)]
-    missing = [part.name for part in paths if not part.is_file()]
-    if missing:
-        raise ConvertError(f"{len(missing)} of {parts} parts are missing: put {missing[0]} beside it", path)
-    return paths
-
-
-def _read_one(path: Path) -> GgufHeader:
+def read_header(path: Path) -> GgufHeader:
+    """Raises ConvertError with the byte where it stops making sense. The tensors' data need not be there."""
     if path.stat().st_size < 24:
         raise ConvertError("too short for a GGUF header (24 bytes)", path, 0)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = _Cursor(path, data)
         tensor_count, field_count = _counts(cursor)
-        metadata = {}
-        for _ in range(field_count):
-            key, value = cursor.string(), cursor.value()
-            if value is not None:
-                metadata[key] = value
-        return GgufHeader(metadata, tuple(cursor.tensor() for _ in range(tensor_count)))
+        metadata, float32_keys = _metadata(cursor, field_count)
+        rows = tuple(_tensor_row(cursor) for _ in range(tensor_count))
+        return GgufHeader(path, metadata, float32_keys, rows, cursor.at)
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
     if cursor.data[:4] != MAGIC:
-        raise cursor.fail(f"not a GGUF file (it starts with {cursor.data[:4]!r})")
+        raise cursor.fail(f"not a GGUF file (starts with {cursor.data[:4]!r})")
     cursor.at = 4
-    version = cursor.take("<I")
+    version = cursor.number("I", "version")
     if version not in (2, 3):
-        raise cursor.fail(f"GGUF version {version} (2 and 3 are read, little-endian)")
-    return cursor.count(), cursor.count()
+        hint = "big-endian" if version in (2 << 24, 3 << 24) else "only 2 and 3 are read"
+        raise cursor.fail(f"GGUF version {version} is not supported ({hint})", 4)
+    tensor_count, field_count = cursor.number("Q", "tensor count"), cursor.number("Q", "metadata count")
+    room = len(cursor.data) - cursor.at
+    if tensor_count * SMALLEST_TENSOR + field_count * SMALLEST_FIELD > room:
+        raise cursor.fail(f"{tensor_count} tensors and {field_count} metadata keys cannot fit in {room} bytes", 8)
+    return tensor_count, field_count
+
+
+def _metadata(cursor: _Cursor, count: int) -> tuple[dict[str, Any], frozenset[str]]:
+    metadata: dict[str, Any] = {}
+    float32_keys = set()
+    for _ in range(count):
+        start = cursor.at
+        key = cursor.string("metadata key")
+        kind = cursor.number("I", key)
+        if key in metadata:
+            raise cursor.fail(f"metadata key {key!r} appears twice", start)
+        metadata[key] = cursor.value(kind, key)
+        if kind == FLOAT32:
+            float32_keys.add(key)
+    return metadata, frozenset(float32_keys)
+
+
+def _tensor_row(cursor: _Cursor) -> TensorRow:
+    start = cursor.at
+    name = cursor.string("tensor name")
+    dims = cursor.number("I", name)
+    if not 1 <= dims <= MAX_DIMS:
+        raise cursor.fail(f"tensor {name!r} has {dims} dimensions (1 to {MAX_DIMS} are possible)", start)
+    shape = cursor.numbers(dims, "Q", name)[::-1]
+    return TensorRow(name, shape, cursor.number("I", name), cursor.number("Q", name), start)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from convert.dtypes import NUMPY, Array
 from convert.errors import ConvertError
-from convert.formats.gguf import GgufFile, GgufTensor
+from convert.formats.gguf import GgufFile, GgufTensor, read_gguf
 from convert.formats.gguf_fields import Fields
-from convert.formats.gguf_parts import read_parts
 from convert.formats.gguf_quants import PLAIN, dequantize
 from convert.formats.gguf_rope import rope_config
 from convert.rope_pairing import Pairing
@@ -61,8 +60,8 @@ DESCRIPTIVE = ("general.", "quantize.", "tokenizer.", "split.")  # they describe
 
 
 def open_gguf(path: Path) -> Source:
-    """Read the header of a GGUF file; tensors stay on disk. Raises ConvertError for what is not understood."""
-    file = read_parts(path)
+    """Read the header of a GGUF model; tensors stay on disk. Raises ConvertError for what is not understood."""
+    file = read_gguf(path)
     arch = file.metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ConvertError("metadata general.architecture is missing", path)

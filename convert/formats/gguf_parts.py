@@ -1,16 +1,15 @@
 """GGUF models split over several files: the parts are found by their names and must fit together.
 
-Knows nothing of architectures. Only the first part carries the metadata.
+Knows nothing of architectures or tensor data. Only the first part carries the metadata.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from convert.errors import ConvertError
-from convert.formats.gguf import GgufFile, GgufTensor, read_gguf
+from convert.formats.gguf_header import GgufHeader, read_header
 
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -24,25 +23,26 @@ def part_files(path: Path) -> list[Path]:
     parts = [path.with_name(f"{match[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     for part in parts:
         if not part.is_file():
-            raise ConvertError(f"part {part.name} of the model is missing", path)
+            raise ConvertError(f"part {part.name} of the model is missing: put it beside this one", path)
     return parts
 
 
-def read_parts(path: Path) -> GgufFile:
-    """One file with the metadata of the first part and the tensors of all of them."""
-    parts = [read_gguf(part) for part in part_files(path)]
-    first = parts[0]
-    count = first.metadata.get("split.count", 1)
-    if count != len(parts):
+def read_headers(path: Path) -> list[GgufHeader]:
+    """The header of every part, in order; a model in one file has one. No tensor name is there twice."""
+    headers = [read_header(part) for part in part_files(path)]
+    metadata = headers[0].metadata
+    count = metadata.get("split.count", 1)
+    if count != len(headers):
         raise ConvertError(f"is one of {count} parts, which must keep their names (-00001-of-{count:05}.gguf)", path)
-    tensors: dict[str, GgufTensor] = {}
-    for index, part in enumerate(parts):
-        if len(parts) > 1 and part.metadata.get("split.no") != index:
-            raise ConvertError(f"split.no is {part.metadata.get('split.no')!r}, expected {index}", part.path)
-        if twice := part.tensors.keys() & tensors.keys():
-            raise ConvertError(f"tensor {sorted(twice)[0]!r} is in two parts", part.path)
-        tensors |= part.tensors
-    total = first.metadata.get("split.tensors.count", len(tensors))
-    if total != len(tensors):
-        raise ConvertError(f"the parts hold {len(tensors)} tensors, split.tensors.count says {total}", path)
-    return replace(first, tensors=tensors)
+    names: set[str] = set()
+    for index, header in enumerate(headers):
+        if len(headers) > 1 and header.metadata.get("split.no") != index:
+            raise ConvertError(f"split.no is {header.metadata.get('split.no')!r}, expected {index}", header.path)
+        for row in header.tensors:
+            if row.name in names:
+                raise ConvertError(f"tensor {row.name!r} appears twice", header.path, row.at)
+            names.add(row.name)
+    total = metadata.get("split.tensors.count", len(names))
+    if total != len(names):
+        raise ConvertError(f"the parts hold {len(names)} tensors, split.tensors.count says {total}", path)
+    return headers

@@ -5,10 +5,11 @@ Knows nothing of tokenizers, RoPE scaling or tensor data: the converter reads th
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convert.errors import ConvertError
-from convert.formats.gguf_header import GgufHeader
+from convert.formats.gguf_header import TensorRow
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 KEYS = {
@@ -20,22 +21,21 @@ KEYS = {
 }
 
 
-def config_from_gguf(header: GgufHeader, dtype: str) -> dict[str, Any]:
+def config_from_gguf(metadata: Mapping[str, Any], rows: Sequence[TensorRow], dtype: str) -> dict[str, Any]:
     """config.json's keys for ModelConfig.from_dict. Raises ConvertError for what the converter would refuse too."""
-    metadata = header.metadata
     arch = metadata.get("general.architecture")
     if arch not in MODEL_TYPES:
         raise ConvertError(f"GGUF architecture {arch!r} is not supported (known: {', '.join(MODEL_TYPES)})")
-    config = {key: _number(header, f"{arch}.{name}") for key, name in KEYS.items()}
+    config = {key: _number(metadata, f"{arch}.{name}") for key, name in KEYS.items()}
     heads = config["num_attention_heads"]
-    shapes = {row.name: row.shape for row in header.tensors}
+    shapes = {row.name: row.shape for row in rows}
     if "token_embd.weight" not in shapes:
         raise ConvertError("tensor token_embd.weight is missing")
     window = metadata.get(f"{arch}.attention.sliding_window")
     return config | {
         "model_type": "mistral" if window and arch == "llama" else MODEL_TYPES[str(arch)],
-        "num_key_value_heads": _number(header, f"{arch}.attention.head_count_kv", heads),
-        "head_dim": _number(header, f"{arch}.attention.key_length", config["hidden_size"] // heads),
+        "num_key_value_heads": _number(metadata, f"{arch}.attention.head_count_kv", heads),
+        "head_dim": _number(metadata, f"{arch}.attention.key_length", config["hidden_size"] // heads),
         "vocab_size": shapes["token_embd.weight"][0],
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
@@ -44,9 +44,9 @@ def config_from_gguf(header: GgufHeader, dtype: str) -> dict[str, Any]:
     }
 
 
-def _number(header: GgufHeader, key: str, default: int | None = None) -> int:
+def _number(metadata: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """One positive number; an array of equal numbers (one a layer) counts as one."""
-    value = header.metadata.get(key, default)
+    value = metadata.get(key, default)
     if isinstance(value, tuple) and len(set(value)) == 1:
         value = value[0]
     if not isinstance(value, int) or value < 1:

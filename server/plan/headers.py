@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class StoredTensor:
         return math.prod(self.shape)
 
 
-def from_gguf(rows: tuple[TensorRow, ...]) -> tuple[StoredTensor, ...]:
+def from_gguf(rows: Sequence[TensorRow]) -> tuple[StoredTensor, ...]:
     """Tensors as they are after conversion: plain types stay, quantised blocks become GGML_QUANTISED."""
     sizes = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
     kinds = [GGML_FLOATS.get(row.type_code, GGML_QUANTISED) for row in rows]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from convert.errors import ConvertError
-from convert.formats.gguf_header import MAGIC, read_gguf_header
+from convert.formats.gguf_header import MAGIC
+from convert.formats.gguf_parts import read_headers
 from model.config import ConfigError, ModelConfig, load_config
 from server.plan.gguf_config import config_from_gguf
 from server.plan.headers import StoredTensor, from_gguf, from_safetensors
@@ -74,11 +75,12 @@ def _open_folder(folder: Path) -> PlannedModel:
 
 
 def _open_gguf(path: Path, serve_as: str) -> PlannedModel:
-    header = read_gguf_header(path)
-    tensors = from_gguf(header.tensors)
+    headers = read_headers(path)
+    rows = [row for header in headers for row in header.tensors]
+    tensors = from_gguf(rows)
     dtype = Counter(tensor.dtype for tensor in tensors if len(tensor.shape) > 1).most_common(1)[0][0]
     try:
-        config = ModelConfig.from_dict(config_from_gguf(header, str(dtype)))
+        config = ModelConfig.from_dict(config_from_gguf(headers[0].metadata, rows, str(dtype)))
     except (ConvertError, ConfigError) as error:
         raise ConvertError(str(error), path) from None
     return PlannedModel(
