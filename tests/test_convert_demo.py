@@ -10,7 +10,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from convert.cache import demo_model_file
+from convert.demo import demo_model_file
 from convert.errors import ConvertError
 from convert.formats.huggingface import open_huggingface
 from convert.forward import logits

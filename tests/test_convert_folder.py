@@ -16,7 +16,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from convert.__main__ import main_convert, main_verify
-from convert.cache import cache_key, default_cache, demo_model_file, ensure_canonical
+from convert.cache import cache_key, default_cache, ensure_canonical
+from convert.demo import demo_model_file
 from convert.errors import ConvertError
 from convert.pipeline import convert
 from convert.verify import verify_folder

