@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.control_tokens import ControlTokens, new_marker
-from server.tokenizer import read_json
+from server.tokenizer_files import read_json
 
 MAX_CHARACTERS = 16_000_000
 """A rendered prompt beyond this is refused while it is being made."""

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from server.engine.messages import SamplingParams
 from server.errors import bad_request, shown
 from server.schemas import GenerationBody
-from server.tokenizer import Tokenizer, read_json
+from server.tokenizer import Tokenizer
+from server.tokenizer_files import read_json
 
 GREEDY_BELOW = 1e-5
 """A smaller temperature would overflow the scaled logits and means greedy anyway."""

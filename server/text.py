@@ -38,6 +38,11 @@ class StopFinder:
     def finish(self) -> str:
         return self._release(len(self._held))
 
+    @property
+    def rest(self) -> str:
+        """What has come behind the match so far (the match itself is left out)."""
+        return self._held[len(self.found or "") :]
+
     def _release(self, length: int) -> str:
         sure, self._held = self._held[:length], self._held[length:]
         return sure
@@ -54,6 +59,7 @@ class TextStream:
 
     Bytes that are no whole character wait for the next token; at the end they become one U+FFFD. `at_start` says that
     nothing stands before this text, so that a decoder which takes a space off the start of a text does so.
+    `shown`: special tokens that count as text all the same, since a parser looks for them.
     """
 
     def __init__(
@@ -63,13 +69,14 @@ class TextStream:
         *,
         include_stop: bool = False,
         skip_special: bool = True,
+        shown: frozenset[int] = frozenset(),
         at_start: bool = True,
     ) -> None:
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = StopFinder(stops)
         self._include_stop = include_stop
-        self._skipped = vocabulary.special if skip_special else frozenset[int]()
+        self._skipped = vocabulary.special - shown if skip_special else frozenset[int]()
         self._leading_spaces = vocabulary.leading_spaces if at_start else 0
         self.decoded_length = 0
 

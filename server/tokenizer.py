@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Library
 
 from server.control_tokens import ControlTokens
 from server.token_bytes import TokenBytes, read_token_bytes
+from server.tokenizer_files import end_ids, read_json, token_text
 
 INLINE_CHARACTERS = 2048
 """Below this a text is encoded at once: the hop to a thread would cost more."""
@@ -23,12 +24,12 @@ INLINE_CHARACTERS = 2048
 class Tokenizer:
     """Text to ids, and the bytes of each id. control: the strings that only a template may turn into control tokens."""
 
-    def __init__(self, description: dict[str, Any], settings: dict[str, Any], end_ids: frozenset[int] = frozenset()):
+    def __init__(self, description: dict[str, Any], settings: dict[str, Any], ends: frozenset[int] = frozenset()):
         self.vocabulary: TokenBytes = read_token_bytes(description)
         self.bos_token = token_text(settings.get("bos_token"))
         self.eos_token = token_text(settings.get("eos_token"))
         added = {item["content"]: item for item in description["added_tokens"]}
-        self.end_ids = end_ids or frozenset(added[text]["id"] for text in [self.eos_token] if text in added)
+        self.end_ids = ends or frozenset(added[text]["id"] for text in [self.eos_token] if text in added)
         is_control = {text: item["special"] or item["id"] in self.end_ids for text, item in added.items()}
         self.control = ControlTokens([text for text, control in is_control.items() if control])
         self._library = Library.from_str(json.dumps(description))
@@ -38,12 +39,9 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Reads tokenizer.json, tokenizer_config.json and the end ids of generation_config.json and config.json."""
-        generation, config = read_json(folder / "generation_config.json"), read_json(folder / "config.json")
-        end = generation.get("eos_token_id", config.get("eos_token_id"))
-        end_ids = frozenset([end] if isinstance(end, int) else end or [])
         if not (folder / "tokenizer.json").is_file():
             raise FileNotFoundError(f"{folder} has no tokenizer.json")
-        return cls(read_json(folder / "tokenizer.json"), read_json(folder / "tokenizer_config.json"), end_ids)
+        return cls(read_json(folder / "tokenizer.json"), read_json(folder / "tokenizer_config.json"), end_ids(folder))
 
     def _make_plain(self, description: dict[str, Any], added: dict[str, Any]) -> tuple[Library, dict[int, int]]:
         """A twin that reads control strings as text and knows the aliases instead; and the control id of each alias."""
@@ -89,21 +87,3 @@ class Tokenizer:
         if len(rendered) < INLINE_CHARACTERS:
             return self.encode_rendered(rendered, marker)
         return await asyncio.to_thread(self.encode_rendered, rendered, marker)
-
-
-def token_text(value: Any) -> str | None:
-    """tokenizer_config.json writes a token as its text or as an object that holds it."""
-    return value.get("content") if isinstance(value, dict) else value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An absent file is an empty object: every side file of a checkpoint is optional."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}, expected an object")
-    return value

@@ -17,6 +17,7 @@ from model.ops.reference import ReferenceOps
 from model.ops.select import ops_for
 from model.weights import load_decoder
 from server.engine.core import Engine
+from server.engine.grammar import Grammars
 from server.engine.messages import Row, Submit
 from server.engine.page_tables import PageTables
 from server.engine.runner import Model, ModelRunner
@@ -58,7 +59,8 @@ class Setup:
             Limits(length, self.max_num_seqs, self.budget, prompt_logits=max(1, self.budget // 4)), tables
         )
         runner = ModelRunner(wrap(decoder), kv, decoder.ops, config.vocab_size, CPU, self.overlaps)
-        return Engine(scheduler, runner, info(length, config.vocab_size))
+        grammars = Grammars(folder, config.vocab_size)
+        return Engine(scheduler, runner, info(length, config.vocab_size), grammars=grammars)
 
 
 def run(engine: Engine, *submits: Submit) -> list[Row]:

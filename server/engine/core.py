@@ -10,12 +10,14 @@ import math
 import time
 from collections.abc import Callable
 
+from server.engine.grammar import Grammars, Matcher
 from server.engine.messages import (
     Abort,
     Answer,
     EngineInfo,
     EngineStats,
     FinishReason,
+    GrammarSpec,
     Query,
     Row,
     StepOutput,
@@ -43,11 +45,16 @@ class Engine:
         info: EngineInfo,
         clock: Callable[[], int] = time.monotonic_ns,
         kv_resident: Callable[[], int] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """kv_resident measures how much of the pool is in memory; without it, all that was allocated counts."""
+        """kv_resident measures how much of the pool is in memory; without it, all that was allocated counts.
+
+        Without grammars, requests that bring one are refused.
+        """
         self.scheduler = scheduler
         self.tables = scheduler.tables
         self.info = info
+        self.grammars = grammars
         self._runner = runner
         self._clock = clock
         self._requests: dict[str, Request] = {}
@@ -70,13 +77,24 @@ class Engine:
         """Queue a request. What can never run ends at once, with a row that says why."""
         assert submit.id not in self._requests, f"request id {submit.id} is in use"
         request = Request.from_submit(submit, self._clock())
-        error = "structured output is not available in this engine" if submit.grammar else None
-        error = error or self._bad_token(request) or self.scheduler.refusal(request)
+        error = self._bad_token(request) or self.scheduler.refusal(request) or self._constrain(request, submit.grammar)
         if error is not None:
             self._rows.append(Row(submit.id, 0, finish="error", error=error))
             return
         self._requests[submit.id] = request
         self.scheduler.add(request)
+
+    def _constrain(self, request: Request, grammar: GrammarSpec | None) -> str | None:
+        """Give the request its grammar (the worker has had it compiled); returns what is wrong with it."""
+        if grammar is None:
+            return None
+        if self.grammars is None:
+            return "structured output is not available in this engine"
+        try:
+            request.constrain(self.grammars.matcher(grammar))
+        except ValueError as error:
+            return f"{grammar.kind}: {error}"
+        return None
 
     def _bad_token(self, request: Request) -> str | None:
         params = request.params
@@ -89,11 +107,14 @@ class Engine:
         return None if bad is None else f"token id {bad} is outside the vocabulary of {self.info.vocab_size}"
 
     def abort(self, abort: Abort) -> None:
-        """End requests now; their full pages stay in the prefix cache."""
+        """End requests or single choices now; their full pages stay in the prefix cache."""
         self.tables.advance(self._clock())
         for request_id in abort.ids:
             if request_id in self._requests:
                 self._end_request(self._requests[request_id], "abort")
+        for request_id, choice in abort.choices:
+            if request_id in self._requests:
+                self._end_choice(self._requests[request_id], choice)
 
     def query(self, query: Query) -> Answer:
         if query.kind not in VIEWS:
@@ -176,6 +197,8 @@ class Engine:
             self._fail_nan(sequence.request)
             return
         sequence.append(sampled.token)
+        if sequence.matcher is not None and not self._follow(sequence, sequence.matcher, sampled.token):
+            return
         self._counters.generation_tokens += 1
         if sequence.first_token_ns is None:
             sequence.first_token_ns = now
@@ -189,9 +212,19 @@ class Engine:
         if finish is not None:
             self._forget_if_done(sequence.request)
 
+    def _follow(self, sequence: Sequence, matcher: Matcher, token: int) -> bool:
+        """Advance the grammar; False if it could not go on and the request had to end."""
+        if token not in sequence.request.stop_ids:
+            matcher.accept(token)
+        if matcher.error is not None:
+            self._end_request(sequence.request, "error", f"the grammar cannot go on: {matcher.error}")
+        return not sequence.finished
+
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         request = sequence.request
         if token in request.stop_ids:
+            return "stop"
+        if sequence.matcher is not None and sequence.matcher.is_complete:
             return "stop"
         at_limit = len(sequence.tokens) >= self.scheduler.limits.max_model_len
         return "length" if at_limit or sequence.num_output >= request.params.max_tokens else None
@@ -218,7 +251,7 @@ class Engine:
                 logprobs=logprobs,
                 prompt_logprobs=tuple(scored) if scored is not None and is_first else None,
                 finish=finish,
-                stop_token=tokens[-1] if finish == "stop" else None,
+                stop_token=tokens[-1] if finish == "stop" and tokens[-1] in request.stop_ids else None,
                 error=error,
                 cached_tokens=request.num_cached if is_first else None,
                 usage=sequence.usage() if finish else None,
@@ -261,6 +294,15 @@ class Engine:
             live[0].byte_ns += sum(sequence.byte_ns for sequence in request.sequences[request.params.n :])
         for sequence in live:
             self._report(sequence, finish=finish, error=error)
+        self._forget_if_done(request)
+
+    def _end_choice(self, request: Request, choice: int) -> None:
+        """One choice has said enough. Before its first row it may still be the one that computes the prompt for all."""
+        sequence = next((sequence for sequence in request.sequences if sequence.choice == choice), None)
+        if sequence is None or sequence.finished or not sequence.reported:
+            return
+        self.scheduler.remove(sequence)
+        self._report(sequence, finish="abort")
         self._forget_if_done(request)
 
     def _end_unsampled(self, request: Request, result: RowResult) -> None:

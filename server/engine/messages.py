@@ -46,7 +46,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A constraint on the output: kind is json_schema, json_object, regex, choice, grammar or structural_tag."""
+    """A constraint on the output. kind: what was asked for; text: the constraint as llguidance's JSON grammar list."""
 
     kind: str
     text: str
@@ -78,10 +78,14 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End these requests now. Unknown ids are ignored: the output may have crossed this message on the pipe."""
+    """End these requests now, and these single choices (id, choice) of requests that go on.
+
+    What is unknown or has ended is ignored: the output may have crossed this message on the pipe.
+    """
 
     ids: tuple[str, ...]
     reason: AbortReason = "client"
+    choices: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

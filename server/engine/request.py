@@ -13,6 +13,7 @@ from array import array
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from server.engine.grammar import Matcher
 from server.engine.messages import FinishReason, RequestTimes, RequestUsage, SamplingParams, Submit, TokenLogprob
 from server.engine.pages import Key, page_key, root_key
 
@@ -46,6 +47,7 @@ class Sequence:
     finish: FinishReason | None = None
     counts: dict[int, int] = field(default_factory=dict)  # output tokens by id; kept if penalties ask for it
     seen: array[int] = field(default_factory=lambda: array("q"))  # distinct prompt and output ids, same
+    matcher: Matcher | None = None  # how far the output has come in the request's grammar
     admitted_ns: int | None = None
     first_token_ns: int | None = None
 
@@ -153,6 +155,11 @@ class Request:
                 sequence.counts = dict.fromkeys(distinct, 0)
         return request
 
+    def constrain(self, matcher: Matcher) -> None:
+        """Every choice follows the grammar on its own."""
+        for sequence in self.sequences:
+            sequence.matcher = matcher.copy()
+
     @cached_property
     def root_key(self) -> Key:
         return root_key(self.salt)
@@ -165,7 +172,7 @@ class Request:
     @cached_property
     def needs_history(self) -> bool:
         """The next token's sampling depends on the last token's id: it cannot be launched before that is known."""
-        return self.is_penalised or bool(self.params.bad_words)
+        return self.is_penalised or bool(self.params.bad_words) or self.sequences[0].matcher is not None
 
     @cached_property
     def generates(self) -> bool:

@@ -89,13 +89,27 @@ def _bad_words(sequence: Sequence) -> Iterator[int]:
 
 
 def _allowed(rows: list[tuple[Sequence, int]], vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    restricted = [row for row, (sequence, _) in enumerate(rows) if sequence.request.params.allowed_token_ids]
+    """Rows that allowed_token_ids or a grammar restrict. On a GPU this runs while the forward does."""
+    restricted = [row for row, (sequence, _) in enumerate(rows) if _is_restricted(sequence)]
     if not restricted:
         return None
-    mask = torch.zeros(len(restricted), vocab_size, dtype=torch.bool)
-    for line, row in enumerate(restricted):
-        mask[line, list(rows[row][0].request.params.allowed_token_ids)] = True
-    return torch.tensor(restricted, dtype=torch.int64).to(device), mask.to(device)
+    mask = np.stack([_row_mask(rows[row][0], vocab_size) for row in restricted])
+    return torch.tensor(restricted, dtype=torch.int64).to(device), torch.from_numpy(mask).to(device)
+
+
+def _is_restricted(sequence: Sequence) -> bool:
+    return bool(sequence.request.params.allowed_token_ids) or sequence.matcher is not None
+
+
+def _row_mask(sequence: Sequence, vocab_size: int) -> NDArray[np.bool_]:
+    """[V]: True for tokens that may come next."""
+    mask = np.ones(vocab_size, np.bool_) if sequence.matcher is None else sequence.matcher.mask()
+    allowed = sequence.request.params.allowed_token_ids
+    if allowed:
+        named = np.zeros(vocab_size, np.bool_)
+        named[list(allowed)] = True
+        mask &= named
+    return mask
 
 
 def _repetition(sequence: Sequence) -> Entries | None:

@@ -23,6 +23,7 @@ from model.ops.interface import Ops
 from model.ops.select import ops_for, why
 from model.weights import load_decoder
 from server.engine.core import Engine
+from server.engine.grammar import Grammars
 from server.engine.messages import EngineConfig, EngineInfo, Progress
 from server.engine.page_tables import PageTables
 from server.engine.runner import ModelRunner
@@ -77,7 +78,9 @@ class Machine:
             self.kv.layout, self.kv.num_pages, limits.max_num_batched_tokens, config.prefix_caching, time.monotonic_ns()
         )
         runner = ModelRunner(self.decoder, self.kv, self.ops, self.model.vocab_size, self.device, self.overlaps)
-        return Engine(Scheduler(limits, tables), runner, info, kv_resident=lambda: kv_resident_bytes(self.kv))
+        grammars = Grammars(Path(config.model), self.model.vocab_size)
+        scheduler = Scheduler(limits, tables)
+        return Engine(scheduler, runner, info, kv_resident=lambda: kv_resident_bytes(self.kv), grammars=grammars)
 
     def info(self, phases: Phases) -> EngineInfo:
         layout, limits = self.kv.layout, self.limits

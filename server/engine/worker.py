@@ -9,12 +9,13 @@ import signal
 import sys
 import time
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 import torch
 
 from model.checkpoint import WeightsError
 from model.config import ConfigError
+from server.engine.compiling import Compiling
 from server.engine.core import Engine
 from server.engine.cores import usable_cores
 from server.engine.messages import Abort, Crashed, EngineConfig, Query, Ready, Row, Shutdown, StepOutput, Submit
@@ -76,35 +77,53 @@ class Worker:
     def __init__(self, conn: Connection, engine: Engine) -> None:
         self._conn = conn
         self._engine = engine
+        self._compiling = Compiling(engine.grammars) if engine.grammars is not None else None
         self._ends_at: float | None = None  # set once Shutdown came
 
     def serve(self) -> None:
-        while self._ends_at is None or (self._engine.has_work and time.monotonic() < self._ends_at):
+        while self._ends_at is None or (self._has_work and time.monotonic() < self._ends_at):
             self._drain_pipe()
+            self._add_compiled()
             if self._engine.has_work:
                 _send(self._conn, self._engine.step())
         self._drop_rest()
 
+    @property
+    def _has_work(self) -> bool:
+        return self._engine.has_work or bool(self._compiling)
+
+    def _add_compiled(self) -> None:
+        for submit in self._compiling.take() if self._compiling else ():
+            self._engine.add(submit)
+
+    def _wait(self) -> None:
+        """Sleep until there is a message or a compiled grammar, at most until the deadline of a shutdown."""
+        seconds = None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
+        wait([self._conn, *([self._compiling.wake] if self._compiling else [])], seconds)
+
     def _drain_pipe(self) -> None:
         """Handle every message that waits; wait for one if there is nothing else to do."""
-        idle = not self._engine.has_work and self._ends_at is None
-        while self._conn.poll(None if idle else 0):
+        if not self._engine.has_work:
+            self._wait()
+        while self._conn.poll(0):
             try:
                 message = self._conn.recv()
             except (EOFError, ConnectionResetError) as error:
                 raise PipeClosedError from error
             self._handle(message)
-            idle = False
 
     def _handle(self, message: object) -> None:
         match message:
             case Submit() if self._ends_at is not None:
-                refusal = Row(message.id, 0, finish="error", error="the engine is shutting down")
-                _send(self._conn, StepOutput((refusal,)))
+                self._refuse(message)
+            case Submit() if message.grammar is not None and self._compiling is not None:
+                self._compiling.start(message)
             case Submit():
                 self._engine.add(message)
             case Abort():
                 self._engine.abort(message)
+                if self._compiling:
+                    self._compiling.drop(message.ids)
             case Query():
                 _send(self._conn, self._engine.query(message))
             case Shutdown():
@@ -112,8 +131,14 @@ class Worker:
             case _:
                 raise TypeError(f"unknown message on the pipe: {message!r}")
 
+    def _refuse(self, submit: Submit) -> None:
+        refusal = Row(submit.id, 0, finish="error", error="the engine is shutting down")
+        _send(self._conn, StepOutput((refusal,)))
+
     def _drop_rest(self) -> None:
         """The deadline has passed: end what still runs, and say so."""
+        for submit in self._compiling.drop_all() if self._compiling else ():
+            self._refuse(submit)
         self._engine.abort(Abort(self._engine.request_ids(), "drain"))
         while self._engine.has_work:
             _send(self._conn, self._engine.step())
