@@ -46,6 +46,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = to_json
         environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+        self.source = source
         self._template = environment.from_string(source)
         self._control = control
         self._special_tokens = special_tokens

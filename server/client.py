@@ -170,6 +170,11 @@ class EngineClient:
             stream.is_stopping = True
             self._process.send(Abort(tuple({id for id, _ in stream.open}), "stop_string"))
 
+    def finish_choices(self, choices: Sequence[tuple[str, int]]) -> None:
+        """End these choices (request id, choice) because their text is complete; their siblings go on."""
+        if self.failure is None:
+            self._process.send(Abort((), "stop_string", tuple(choices)))
+
     def abort(self, stream: Stream, reason: AbortReason) -> None:
         """End what still runs; the reader gets the rows that came before, then StreamCutError."""
         self._close(stream, reason)

@@ -84,6 +84,14 @@ class ServeConfig:
     api_key_file: str | None = option(None, "file with more keys, one a line; # begins a comment")
     metrics_need_key: bool = option(False, "ask for the key on /metrics as well", parse_flag)
     strict_params: bool = option(False, "refuse unknown request fields instead of warning", parse_flag)
+    tool_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto goes by its chat template",
+        choices=("auto", "none", "hermes", "llama3", "mistral", "smollm2"),
+    )
+    reasoning_parser: str = option(
+        "auto", "split <think> from the answer; auto goes by the chat template", choices=("auto", "none", "think")
+    )
     generation_defaults: bool = option(True, "sampling defaults from the model's generation_config.json", parse_flag)
     max_body_bytes: int = option(32 * 1024**2, "largest request body, e.g. 32MiB", parse_size, at_least=1)
     header_timeout: float = option(20.0, "seconds a client may take to send its headers", float, at_least=0.1)

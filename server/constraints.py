@@ -46,11 +46,23 @@ def grammar_part(text: str) -> Part:
     return {"ebnf": text}
 
 
-def spec_of(kind: str, *alternatives: Part, after: str | None = None) -> GrammarSpec:
-    """One grammar out of several that may all do. after: any text comes first, up to this marker (a Lark item)."""
-    if after is None and len(alternatives) == 1:
+def spec_of(kind: str, *alternatives: Part, thought_end: str | None = None) -> GrammarSpec:
+    """One grammar out of several that may all do.
+
+    thought_end: the prompt has begun a thought, so any text comes first, up to this marker: its text as a JSON string,
+    or <[id]> where it is a control token.
+    """
+    if thought_end is None and len(alternatives) == 1:
         return GrammarSpec(kind, json.dumps({"grammars": list(alternatives)}))
     parts = [part | {"name": f"part_{index}"} for index, part in enumerate(alternatives)]
-    body = " | ".join(f"@{part['name']}" for part in parts)
-    lark = f"start: body\nbody: {body}" if after is None else f"start: {after}\nbody: {body}"
+    body = "body: " + " | ".join(f"@{part['name']}" for part in parts)
+    lark = "\n".join([*thought_rules(thought_end), body])
     return GrammarSpec(kind, json.dumps({"grammars": [{"lark_grammar": lark}, *parts]}))
+
+
+def thought_rules(end: str | None) -> list[str]:
+    if end is None:
+        return ["start: body"]
+    if end.startswith("<["):
+        return [f"start: THOUGHT {end} body", r"THOUGHT: /(.|\n)*/"]
+    return ["start: thought body", rf"thought[suffix={end}]: /(.|\n)*/"]

@@ -5,17 +5,19 @@ Knows tokens and text, no JSON shapes: routes turn deltas into the format of the
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
-from server.engine.messages import RequestTimes, RequestUsage, Row, SamplingParams, Submit, TokenLogprob
+from server.engine.messages import GrammarSpec, RequestTimes, RequestUsage, Row, SamplingParams, Submit, TokenLogprob
 from server.errors import ApiError
 from server.metrics import Metrics, RequestClock
+from server.output_parser import OutputParser
 from server.stream import Stream
 from server.text import TextStream
 from server.token_bytes import TokenBytes
+from server.tool_calls import CallDelta, Parsed, add_calls
 
 
 @dataclass(slots=True)
@@ -30,6 +32,8 @@ class Delta:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
     finish: str | None = None
     stop: str | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -45,6 +49,11 @@ class TextOptions:
     echo: bool = False
     hide_output: bool = False
     """Nothing was asked for but the prompt (echo with max_tokens 0); the engine always makes one token."""
+    shown: frozenset[int] = frozenset()
+    parser: Callable[[], OutputParser] | None = None
+    """Takes each choice's text apart; shown: special tokens it has to see. None: all text is content."""
+    calls_finish: str = "tool_calls"
+    """How a choice with a tool call ends, where the engine says stop."""
     echo_logprobs: int | None = None
     prompt_logprobs: int | None = None
     """Alternatives of each prompt token, in the echo and in a list of their own; the engine sends the larger number."""
@@ -76,13 +85,18 @@ class Choice:
             options.stops,
             include_stop=options.include_stop,
             skip_special=options.skip_special,
+            shown=options.shown,
             at_start=prompt.at_start,
         )
+        self._parser = options.parser() if options.parser is not None else None
         self._base = len(prompt.text) if options.echo else 0
         self._opened = not options.echo
 
-    def take(self, row: Row, delta: Delta) -> None:
-        """Add one row to the delta. Tokens behind a stop string never were: they are neither shown nor counted."""
+    def take(self, row: Row, delta: Delta) -> bool:
+        """Add one row to the delta; True if the text is complete before the engine knew.
+
+        Tokens behind a stop string never were: they are neither shown nor counted.
+        """
         if row.tokens:
             self.clock.token()
         if row.times is not None:
@@ -92,7 +106,7 @@ class Choice:
         if not self._opened:
             self._echo(row, delta)
         for position, token in enumerate(row.tokens if not self._options.hide_output else ()):
-            if self._text.stop is not None:
+            if self._is_over:
                 break
             self.tokens += 1
             delta.tokens.append(token)
@@ -100,17 +114,38 @@ class Choice:
                 delta.logprobs.append(row.logprobs[position])
                 delta.offsets.append(self._base + self._text.decoded_length)
             if token != row.stop_token or position < len(row.tokens) - 1:
-                delta.text += self._text.feed(token)
-        if self._text.stop is not None:
+                self._show(self._text.feed(token), delta)
+        if self._is_over:
             self.times = replace(self.times, decode=self.clock.since_first_token())
             self._end("stop", delta)
         elif row.finish is not None:
             self._end(row.finish, delta)
+        return self._is_over and row.finish is None
+
+    @property
+    def _is_over(self) -> bool:
+        """The text is complete, whatever the engine still makes."""
+        return self._text.stop is not None or (self._parser is not None and self._parser.ended)
+
+    def _show(self, text: str, delta: Delta) -> None:
+        if self._parser is None:
+            delta.text += text
+        else:
+            self._add(self._parser.feed(text), delta)
+
+    def _add(self, parsed: Parsed, delta: Delta) -> None:
+        delta.text += parsed.content
+        delta.reasoning += parsed.reasoning
+        add_calls(delta.calls, parsed.calls)
 
     def _end(self, reason: str, delta: Delta) -> None:
-        delta.text += self._text.finish()
+        self._show(self._text.finish(), delta)
         delta.stop = self._text.stop
         self.finish = delta.finish = "stop" if delta.stop is not None else reason
+        if self._parser is not None:
+            self._add(self._parser.finish(), delta)
+            if reason == "stop" and self._parser.completed_calls:
+                delta.finish = self._options.calls_finish
         self.clock.finished(self.finish, self.tokens)
 
     def leave(self) -> None:
@@ -156,6 +191,7 @@ class Generation:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        grammar: GrammarSpec | None = None,
     ) -> None:
         self.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self.warnings: list[str] = []
@@ -165,8 +201,16 @@ class Generation:
         self.kv_usage = False
         """The engine's bill for KV memory is wanted: it comes with the last row of a choice, even of a stopped one."""
         self._bills: list[RequestUsage] = []
+        self._complete: list[tuple[str, int]] = []  # choices whose text ended before the engine knew
         self.submits = [
-            Submit(f"{request_id}-{index}", Submit.pack(prompt.tokens), own, priority=priority, cache_salt=cache_salt)
+            Submit(
+                f"{request_id}-{index}",
+                Submit.pack(prompt.tokens),
+                own,
+                priority=priority,
+                grammar=grammar,
+                cache_salt=cache_salt,
+            )
             for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
         ]
         n = params[0].n
@@ -225,6 +269,9 @@ class Generation:
                         raise ApiError(500, self.failure, code="request_failed")
                     if all(choice.finish for choice in self.choices.values()):
                         client.finish(stream, wait=self.kv_usage)
+                    elif self._complete:
+                        client.finish_choices(self._complete)
+                    self._complete = []
         except StreamCutError as cut:
             if cut.reason != "timeout":
                 raise refusal_of(cut) from None
@@ -250,13 +297,15 @@ class Generation:
             choice = self.choices[(row.id, row.choice)]
             if row.usage is not None:
                 self._bills.append(row.usage)
-            if row.finish in ("error", "abort") and choice.finish is None:
+            if choice.finish is not None:
+                continue
+            if row.finish in ("error", "abort"):
                 self.failure = row.error or "the engine gave this request up"
                 break  # what came before it is still shown
             if row.cached_tokens is not None:
                 self._cached.setdefault(row.id, row.cached_tokens)
-            if choice.finish is None:
-                choice.take(row, deltas.setdefault(choice.index, Delta(choice.index)))
+            if choice.take(row, deltas.setdefault(choice.index, Delta(choice.index))):
+                self._complete.append((row.id, row.choice))
         return list(deltas.values())
 
 

@@ -6,7 +6,7 @@ Pure: feeds the reasoning splitter and the tool parser in turn.
 from __future__ import annotations
 
 from server.reasoning import ReasoningSplitter
-from server.tool_calls import Parsed, ToolParser
+from server.tool_calls import Parsed, ToolParser, add_calls
 
 
 class OutputParser:
@@ -34,7 +34,7 @@ class OutputParser:
         if self._tools is not None:
             rest = self._tools.finish()
             parsed.content += rest.content
-            parsed.calls += rest.calls
+            add_calls(parsed.calls, rest.calls)
         return parsed
 
     def _parse(self, reasoning: str, content: str) -> Parsed:

@@ -17,6 +17,7 @@ from server.generation import Delta, Generation
 from server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from server.schemas import UsageWanted
 from server.token_bytes import TokenBytes
+from server.tool_calls import CallDelta, add_calls
 
 
 def completion_chunk(reply: Reply, delta: Delta) -> list[dict[str, Any]]:
@@ -42,9 +43,14 @@ def chat_chunk(reply: Reply, delta: Delta) -> list[dict[str, Any]]:
     if delta.index not in reply.opened:
         reply.opened.add(delta.index)
         choices.append(chat_delta(delta.index, {"role": "assistant", "content": ""}))
+    if delta.reasoning:
+        thought = {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
+        choices.append(chat_delta(delta.index, thought))
     if delta.text or delta.logprobs:
         logprobs = chat_logprobs(reply.vocabulary, delta.logprobs) if reply.logprobs else None
         choices.append(chat_delta(delta.index, {"content": delta.text}, logprobs))
+    if delta.calls:
+        choices.append(chat_delta(delta.index, {"tool_calls": [call_chunk(call) for call in delta.calls]}))
     if delta.finish is not None:
         choices.append(chat_delta(delta.index, {}, finish=delta.finish) | stop_reason(delta))
     return choices
@@ -55,10 +61,25 @@ def chat_delta(index: int, delta: dict[str, Any], logprobs: Any = None, finish: 
 
 
 def chat_choice(reply: Reply, delta: Delta) -> dict[str, Any]:
-    message = {"role": "assistant", "content": delta.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+    if delta.reasoning:
+        message |= {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
+    if delta.calls:
+        message |= {"content": delta.text or None, "tool_calls": [whole_call(call) for call in delta.calls]}
     logprobs = chat_logprobs(reply.vocabulary, delta.logprobs) if reply.logprobs else None
     end = {"finish_reason": delta.finish} | stop_reason(delta)
     return {"index": delta.index, "message": message, "logprobs": logprobs} | end
+
+
+def whole_call(call: CallDelta) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def call_chunk(call: CallDelta) -> dict[str, Any]:
+    """Clients tie the parts of a call together by index; id, type and name come once."""
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index} | whole_call(call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +183,8 @@ class Reply:
 
 def join(total: Delta, delta: Delta) -> None:
     total.text += delta.text
+    total.reasoning += delta.reasoning
+    add_calls(total.calls, delta.calls)
     total.logprobs += delta.logprobs
     total.offsets += delta.offsets
     total.finish = delta.finish or total.finish

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from server.body import Body
+from server.output_schemas import ShapedBody, ToolCall, ToolsBody
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -23,20 +26,11 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
@@ -50,12 +44,6 @@ REASONS = {
     "length_penalty": NO_BEAMS,
 }
 """Why, where there is more to say than that a field is not served."""
-
-
-class Body(BaseModel):
-    """Types are strict ("7" is no number, true is no number), and NaN and infinities are refused everywhere."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 class StreamOptions(Body):
@@ -78,7 +66,7 @@ StopField = Annotated[
 ]
 
 
-class GenerationBody(Body):
+class GenerationBody(ShapedBody):
     """What completions and chat have in common. null means: not given."""
 
     model: str | None = None
@@ -191,16 +179,21 @@ class Message(Body):
         | None
     ) = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """As a chat template wants it."""
         parts = self.content if isinstance(self.content, list) else []
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in parts)
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
+        more = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content}
+        calls = {"tool_calls": [call.as_dict() for call in self.tool_calls]} if self.tool_calls else {}
+        return {"role": role, "content": text} | {name: value for name, value in more.items() if value} | calls
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, ToolsBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]

@@ -11,11 +11,13 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from server.chat_output import OutputStyle
 from server.chat_template import ChatTemplate, load_template
 from server.client import EngineClient, EngineDeadError
 from server.config import ServeConfig
-from server.engine.messages import EngineConfig, EngineInfo, Progress, StepOutput
-from server.errors import ApiError
+from server.engine.messages import EngineConfig, EngineInfo, GrammarSpec, Progress, StepOutput
+from server.errors import ApiError, bad_request
+from server.grammar_check import GrammarCheck
 from server.kv_live import KvLive
 from server.metrics import Metrics
 from server.sampling import ModelLimits, sampling_defaults
@@ -42,6 +44,7 @@ class Service:
         self.names: tuple[str, ...] = config.served_model_name or default_names(config.model)
         self.metrics = Metrics(self.names[0], lambda: self.client)
         self.client: EngineClient | None = None
+        self.grammars: GrammarCheck | None = None
         self.kv: KvLive | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self._prepare, self._make_client = prepare, make_client
@@ -76,11 +79,14 @@ class Service:
         self.tokenizer = Tokenizer.from_folder(folder)
         names = {"bos_token": self.tokenizer.bos_token or "", "eos_token": self.tokenizer.eos_token or ""}
         self.template: ChatTemplate | None = load_template(folder, self.tokenizer.control, names)
+        source = self.template.source if self.template is not None else ""
+        self.style = OutputStyle.of(source, self.config.tool_parser, self.config.reasoning_parser)
 
     def set_limits(self, folder: Path, info: EngineInfo) -> None:
         """What requests are checked against from now on."""
         defaults = sampling_defaults(folder) if self.config.generation_defaults else {}
         self.limits = ModelLimits(info.vocab_size, info.max_model_len, self.tokenizer, defaults)
+        self.grammars = GrammarCheck(folder, info.vocab_size)
 
     def _observe(self, output: StepOutput) -> None:
         self.metrics.observe_step(output)
@@ -101,6 +107,8 @@ class Service:
     async def close(self) -> None:
         if self.client is not None:
             await self.client.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
     # ---- what routes ask
 
@@ -130,6 +138,16 @@ class Service:
             raise ApiError(503, reason, code="not_ready", headers={"Retry-After": "5"})
         assert self.client is not None
         return self.client
+
+    async def checked(self, grammar: tuple[str, GrammarSpec] | None) -> GrammarSpec | None:
+        """A grammar (and the field that asks for it) in the engine's form; ApiError 400 where it cannot be followed."""
+        if grammar is None:
+            return None
+        assert self.grammars is not None
+        try:
+            return await self.grammars.checked(grammar[1])
+        except ValueError as error:
+            raise bad_request(f"{grammar[0]}: {error}", grammar[0]) from None
 
     @property
     def info(self) -> EngineInfo | None:

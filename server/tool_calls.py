@@ -6,7 +6,7 @@ looks like a call but names no offered function stays content.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from server.text import StopFinder
@@ -34,6 +34,15 @@ class Parsed:
     content: str = ""
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
+
+
+def add_calls(total: list[CallDelta], news: Iterable[CallDelta]) -> None:
+    """Join deltas of the same call."""
+    for delta in news:
+        if total and total[-1].index == delta.index:
+            total[-1].arguments += delta.arguments
+        else:
+            total.append(delta)
 
 
 class ToolParser:

@@ -131,7 +131,9 @@ class ScriptedEngine:
             self.running += [Running(message, choice) for choice in range(message.params.n)]
         elif isinstance(message, Abort):
             self.aborted += [(id, message.reason) for id in message.ids]
+            self.aborted += [(f"{id}/{choice}", message.reason) for id, choice in message.choices]
             self.running = [item for item in self.running if item.submit.id not in message.ids]
+            self.running = [item for item in self.running if (item.submit.id, item.choice) not in message.choices]
             self.connection.send(StepOutput((), self.stats(0)))
         else:
             self.held = {"hold": True, "go": False}.get(message.kind, self.held)

@@ -6,15 +6,17 @@ Turns bodies into generations; replies.py shapes what comes back.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.chat_output import ChatOutput, completion_grammar
 from server.chat_template import TemplateRefusedError
 from server.disconnect import DONE, EventStream, dumps, error_text, unless_disconnected
+from server.engine.messages import GrammarSpec
 from server.errors import ApiError, bad_request
 from server.generation import Delta, Generation, PromptText, TextOptions, prompt_text
 from server.replies import CHAT, COMPLETION, Reply
@@ -135,7 +137,8 @@ async def begin_completion(service: Service, body: CompletionBody, request_id: s
         budget = limits.output_budget(1 if hide_output else body.max_tokens, len(prompt.tokens), COMPLETION_TOKENS)
         params.append(sampling_params(body, limits, budget, body.logprobs, echo_logprobs))
     options = text_options(body, echo=bool(body.echo), hide_output=hide_output, echo_logprobs=echo_logprobs)
-    generation = make_generation(service, body, request_id, prompts, params, options)
+    grammar = await service.checked(completion_grammar(body))
+    generation = make_generation(service, body, request_id, prompts, params, options, grammar)
     vocabulary = service.tokenizer.vocabulary
     return Reply(COMPLETION, model, generation, vocabulary, body.logprobs is not None, body.usage)
 
@@ -162,32 +165,37 @@ async def prompt_tokens(service: Service, prompt: Any, add_special_tokens: bool)
 
 async def begin_chat(service: Service, body: ChatBody, request_id: str) -> Reply:
     model, limits = service.check_model(body.model), service.limits
-    tokens = await chat_tokens(service, body)
+    output = ChatOutput(body, service.style, service.tokenizer.vocabulary)
+    text, marker = render_chat(service, body, output)
+    tokens = await service.tokenizer.encode_rendered_aside(text, marker)
     limits.check_prompt(tokens, "messages")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if asked == 0:
         raise bad_request("max_tokens: 0 gives nothing; ask for at least 1", "max_tokens")
     budget = limits.output_budget(asked, len(tokens), None)
     params = sampling_params(body, limits, budget, (body.top_logprobs or 0) if body.logprobs else None)
-    generation = make_generation(service, body, request_id, [PromptText(tokens)], [params], text_options(body))
+    options = replace(
+        text_options(body),
+        shown=output.shown_tokens(),
+        parser=output.parser(text),
+        calls_finish="stop" if output.is_named else "tool_calls",
+    )
+    grammar = await service.checked(output.grammar(text))
+    generation = make_generation(service, body, request_id, [PromptText(tokens)], [params], options, grammar)
     return Reply(CHAT, model, generation, service.tokenizer.vocabulary, bool(body.logprobs), body.usage)
 
 
-async def chat_tokens(service: Service, body: ChatBody) -> list[int]:
-    """The prompt of a conversation. What the template refuses is the caller's to mend: its message is the answer."""
+def render_chat(service: Service, body: ChatBody, output: ChatOutput) -> tuple[str, str]:
+    """The prompt and the marker of the user's words in it. What the template refuses is the caller's to mend."""
     if service.template is None:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")
     continue_final = bool(body.continue_final_message)
     opens = not continue_final if body.add_generation_prompt is None else body.add_generation_prompt
     try:
-        text, marker = service.template.render(
-            [message.as_dict() for message in body.messages],
-            {"add_generation_prompt": opens} | (body.chat_template_kwargs or {}),
-            continue_final,
-        )
+        variables = {"add_generation_prompt": opens} | output.variables() | (body.chat_template_kwargs or {})
+        return service.template.render(output.messages(), variables, continue_final)
     except TemplateRefusedError as error:
         raise bad_request(str(error), "messages") from None
-    return await service.tokenizer.encode_rendered_aside(text, marker)
 
 
 def text_options(
@@ -211,6 +219,7 @@ def make_generation(
     prompts: list[PromptText],
     params: list[Any],
     options: TextOptions,
+    grammar: GrammarSpec | None,
 ) -> Generation:
     """The engine's ids begin with the request's own id; a number keeps them apart when a client repeats it."""
     return Generation(
@@ -222,4 +231,5 @@ def make_generation(
         service.metrics,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        grammar=grammar,
     )
