@@ -71,14 +71,18 @@ def forced_calls(format: ToolFormat, tools: Sequence[dict[str, Any]], parallel: 
         return f"<[{special[value]}]>" if value in special else json.dumps(value, ensure_ascii=False)
 
     opener, closer = format.openers[0], format.closer
-    more = MAX_FORCED_CALLS - 1 if parallel and not format.bare else 0
+
+    def repeated(item: str, separator: str) -> str:
+        return f"{item} ({json.dumps(separator)} {item}){{0,{MAX_FORCED_CALLS - 1}}}" if parallel else item
+
     if format.bare:
         start = "call"
     elif format.list:
         ending = f" {text(closer)}" if closer else ""
-        start = f'{text(opener)} "[" call (", " call){{0,{more}}} "]"{ending}'
+        start = f'{text(opener)} "[" {repeated("call", ", ")} "]"{ending}'
     else:
-        start = f'one ("\\n" one){{0,{more}}}\none: {text(opener)} "\\n" call "\\n" {text(closer)}'
+        one = f'one: {text(opener)} "\\n" call "\\n" {text(closer)}'
+        start = repeated("one", "\n") + "\n" + one
     calls = [f"call_{index}: {call_of(format, tool)}" for index, tool in enumerate(tools)]
     names = " | ".join(f"call_{index}" for index in range(len(tools)))
     return "\n".join([f"start: {start}", f"call: {names}", *calls])

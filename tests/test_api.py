@@ -256,8 +256,8 @@ def test_max_completion_tokens_wins(http: httpx.Client) -> None:
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"max_tokens": 0},
         {"top_logprobs": 2},
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}, {"type": "web_search"}]},
+        {"response_format": {"type": "xml"}},
         {"chat_template": "{{ 1 }}"},
     ],
 )

@@ -91,14 +91,15 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 
 def test_the_openai_client_parses_a_model(guided: LiveServer) -> None:
-    reply = client(guided).chat.completions.parse(
-        model=httpx.get(f"{guided.url}/v1/models").json()["data"][0]["id"],
-        messages=[{"role": "user", "content": "who?"}],
-        response_format=Person,
-        max_tokens=300,
-        seed=1,
-        temperature=0.5,
-    )
+    with client(guided) as api:
+        reply = api.chat.completions.parse(
+            model=httpx.get(f"{guided.url}/v1/models").json()["data"][0]["id"],
+            messages=[{"role": "user", "content": "who?"}],
+            response_format=Person,
+            max_tokens=300,
+            seed=1,
+            temperature=0.5,
+        )
     person = reply.choices[0].message.parsed
     assert person is not None and person.age in (36, 7) and reply.choices[0].finish_reason == "stop"
 
@@ -131,7 +132,10 @@ def test_every_way_to_ask(guided: LiveServer, wish: dict[str, Any], pattern: str
 
 
 def test_streamed_or_not_the_text_is_the_same_and_a_stop_string_applies_inside(guided: LiveServer) -> None:
-    wish = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}, "n": 2}
+    wish: dict[str, Any] = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
+        "n": 2,
+    }
     for stop in ([], ["}"], ['"x"']):
         whole = post(guided, stop=stop, **wish)["choices"]
         stream = joined(guided, stop=stop, **wish)
@@ -197,7 +201,8 @@ def test_a_call_that_is_forced(guided: LiveServer, choice: Any) -> None:
         assert arguments == {"city": "Zürich 🐈"}
     stream = joined(guided, **wish)[0]
     assert stream["content"] == "" and stream["finish"] == reply["finish_reason"]
-    assert [(c["name"], c["arguments"]) for c in stream["calls"]] == [(call["function"]["name"], call["function"]["arguments"])]  # fmt: skip
+    called = [(c["name"], c["arguments"]) for c in stream["calls"]]
+    assert called == [(call["function"]["name"], call["function"]["arguments"])]
 
 
 def test_a_forced_call_that_is_cut_ends_with_length(guided: LiveServer) -> None:
@@ -214,14 +219,17 @@ def test_the_openai_client_gets_parsed_arguments(guided: LiveServer) -> None:
     class GetWeather(BaseModel):
         city: Literal["Zürich"]
 
-    with client(guided).chat.completions.stream(
-        model=httpx.get(f"{guided.url}/v1/models").json()["data"][0]["id"],
-        messages=[{"role": "user", "content": "rain?"}],
-        tools=[openai.pydantic_function_tool(GetWeather)],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        max_tokens=300,
-    ) as stream:
+    with (
+        client(guided) as api,
+        api.chat.completions.stream(
+            model=httpx.get(f"{guided.url}/v1/models").json()["data"][0]["id"],
+            messages=[{"role": "user", "content": "rain?"}],
+            tools=[openai.pydantic_function_tool(GetWeather)],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            max_tokens=300,
+        ) as stream,
+    ):
         (call,) = stream.get_final_completion().choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, GetWeather)
 
@@ -284,7 +292,8 @@ def test_only_one_call_where_only_one_is_wanted(echo: LiveServer) -> None:
 
 
 def test_without_tools_markup_is_content(echo: LiveServer) -> None:
-    for wish in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+    wishes: list[dict[str, Any]] = [{}, {"tools": TOOLS, "tool_choice": "none"}]
+    for wish in wishes:
         reply = post(echo, messages=saying(CALL_A), max_tokens=300, **wish)["choices"][0]
         assert reply["message"]["content"] == f"user: {CALL_A}" and "tool_calls" not in reply["message"]
 
