@@ -10,8 +10,9 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from server.body import Body
 from server.errors import bad_request
-from server.schemas import Body, ChatBody
+from server.schemas import ChatBody
 
 EXTENSIONS = frozenset(
     {

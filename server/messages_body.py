@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from server.as_chat import chat_body, function_call, function_tool
-from server.schemas import MAX_STOPS, Body, ChatBody, Stop, text_or_list
+from server.body import Body
+from server.schemas import MAX_STOPS, ChatBody, Stop, text_or_list
 
 
 class TextBlock(Body):

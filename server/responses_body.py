@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from server.as_chat import chat_body, function_call, function_tool
+from server.body import Body
 from server.errors import bad_request
-from server.schemas import MAX_TOP_LOGPROBS, Body, ChatBody, text_or_list
+from server.schemas import MAX_TOP_LOGPROBS, ChatBody, text_or_list
 
 LOGPROBS = "message.output_text.logprobs"
 

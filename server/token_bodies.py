@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from server.schemas import Body, Message, Prompt, TokenId
+from server.body import Body
+from server.schemas import Message, Prompt, TokenId
 
 
 class EmbeddingsBody(Body):

@@ -185,6 +185,12 @@ async def begin_chat(service: Service, body: ChatBody, request_id: str) -> Reply
     return Reply(CHAT, model, generation, service.tokenizer.vocabulary, bool(body.logprobs), body.usage)
 
 
+async def chat_tokens(service: Service, body: ChatBody) -> list[int]:
+    """The prompt of a conversation."""
+    output = ChatOutput(body, service.style, service.tokenizer.vocabulary)
+    return await service.tokenizer.encode_rendered_aside(*render_chat(service, body, output))
+
+
 def render_chat(service: Service, body: ChatBody, output: ChatOutput) -> tuple[str, str]:
     """The prompt and the marker of the user's words in it. What the template refuses is the caller's to mend."""
     if service.template is None:
