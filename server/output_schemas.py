@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from server.body import Body
 from server.constraints import Part, choice_part, grammar_part, json_part, regex_part
@@ -20,6 +20,8 @@ Text = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 
 
 class JsonSchema(Body):
+    model_config = ConfigDict(serialize_by_alias=True)
+
     name: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
@@ -45,6 +47,8 @@ class ResponseFormat(Body):
 
 class StructuredOutputs(Body):
     """vLLM's names. One of json, json_object, regex, choice and grammar (GBNF or Lark)."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
