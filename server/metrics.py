@@ -22,6 +22,7 @@ TTFT_BUCKETS = (
 )  # fmt: skip
 TOKEN_TIME_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+LATENESS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)
 COUNT_BUCKETS = tuple(mantissa * 10**power for power in range(6) for mantissa in (1, 2, 5))
 ITERATION_BUCKETS = (1, *(2**power for power in range(3, 15)))
 REASONS = {
@@ -205,6 +206,9 @@ class Metrics:
         )
         self.inference = self._histogram("vllm:request_inference_time_seconds", "Prefill and decode", LATENCY_BUCKETS)
         self.iteration = self._histogram("vllm:iteration_tokens_total", "Tokens of one forward", ITERATION_BUCKETS)
+        self.lateness = self._histogram(
+            "ropeway_event_loop_lateness_seconds", "By how much the HTTP process was late", LATENESS_BUCKETS
+        )
         self.success = Counter(
             "vllm:request_success",
             "Requests by the way they ended",

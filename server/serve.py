@@ -24,6 +24,7 @@ from server.client import EngineClient
 from server.config import ServeConfig
 from server.engine.messages import EngineInfo
 from server.header_timeout import protocol_with
+from server.loop_lateness import watch_loop
 from server.prepare import prepare
 from server.request_log import json_log_config, log_request
 from server.service import MakeClient, Service, StartupError
@@ -91,11 +92,13 @@ class Lifespan:
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
         loading = asyncio.create_task(self._load())
+        watching = asyncio.create_task(watch_loop(self._service.metrics.lateness.observe))
         try:
             yield
         finally:
             loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
+            watching.cancel()
+            await asyncio.gather(loading, watching, return_exceptions=True)
             await self._service.close()
 
     async def _load(self) -> None:
