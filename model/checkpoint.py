@@ -1,7 +1,6 @@
 """The tensors of a Hugging Face folder, read one at a time, every file checked before the first is read.
 
-Knows no model: names, shapes and bytes. A file that is shorter than its header promises is refused here, because a
-short file that is memory-mapped reads as zeros.
+Knows no model: names, shapes and bytes. A file shorter than its header promises is refused.
 """
 
 from __future__ import annotations
@@ -9,29 +8,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-INDEX = "model.safetensors.index.json"
+from model.safetensors_header import INDEX, Entry, WeightsError, check_size, read_header
+
 FLOATS = ("F64", "F32", "F16", "BF16")
 HARMLESS = ".rotary_emb.inv_freq"
-
-
-class WeightsError(ValueError):
-    """A checkpoint that cannot be loaded: the message names the file and the tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Where a tensor is and what its header says."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
 
 
 @dataclass(slots=True)
@@ -52,7 +37,9 @@ class Checkpoint:
             raise WeightsError(f"{folder} holds no *.safetensors file")
         entries: dict[str, Entry] = {}
         for path in files:
-            for name, entry in _read_header(path).items():
+            header = read_header(path)
+            check_size(path, header)
+            for name, entry in header.entries.items():
                 if name in entries:
                     raise WeightsError(f"tensor {name} is both in {entries[name].path.name} and in {path.name}")
                 entries[name] = entry
@@ -66,6 +53,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
+        """Stored bytes of all tensors."""
         return sum(entry.nbytes for entry in self.entries.values())
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -108,26 +96,3 @@ def _weight_map(path: Path) -> dict[str, str]:
         if not (path.parent / file).exists():
             raise WeightsError(f"{path.name} names {file}, which is missing from {path.parent}")
     return dict(placed)
-
-
-def _read_header(path: Path) -> dict[str, Entry]:
-    """The header of a safetensors file: 8 bytes of length, JSON, then exactly the bytes it promises."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise WeightsError(f"{path.name} is cut short: {size} bytes do not hold its header")
-        try:
-            header = json.loads(file.read(length))
-            entries = {name: _entry(path, item) for name, item in header.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(f"{path.name} has a broken safetensors header: {error!r}") from None
-    promised = 8 + length + sum(entry.nbytes for entry in entries.values())
-    if size != promised:
-        raise WeightsError(f"{path.name} has {size} bytes, its header promises {promised}: copy the file again")
-    return entries
-
-
-def _entry(path: Path, item: dict[str, Any]) -> Entry:
-    begin, end = item["data_offsets"]
-    return Entry(path, item["dtype"], tuple(item["shape"]), end - begin)

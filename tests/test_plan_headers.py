@@ -145,7 +145,7 @@ def test_safetensors_folders_with_damage_are_refused(tmp_path: Path, tiny_model:
         open_model(str(tmp_path))
     index.unlink()
     weights = tmp_path / "model.safetensors"
-    for raw, words in ((b"", "not safetensors"), (b"\x10" + bytes(7) + b"{", "the header is not valid")):
+    for raw, words in ((b"", "not safetensors"), (b"\x10" + bytes(7) + b"{", "cut short")):
         weights.write_bytes(raw)
         with pytest.raises(ConvertError, match=words):
             open_model(str(tmp_path))

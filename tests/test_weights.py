@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model.checkpoint import WeightsError
 from model.config import load_config
 from model.decoder import Decoder
 from model.ops.reference import ReferenceOps
+from model.safetensors_header import WeightsError
 from model.weights import load_decoder
 
 Factory = Callable[..., Path]

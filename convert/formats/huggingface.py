@@ -13,18 +13,13 @@ from convert.errors import ConvertError
 from convert.formats.huggingface_config import with_defaults
 from convert.source import Source, SourceTensor, file_tensor
 from convert.tokenizer.folder import folder_tokenizer
+from model.safetensors_header import INDEX, WeightsError, check_size, read_header
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
     "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
-MAX_HEADER = 100_000_000
-ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
-}  # fmt: skip
 
 
 def is_huggingface(folder: Path) -> bool:
@@ -92,41 +87,10 @@ def read_folder(folder: Path) -> dict[str, SourceTensor]:
 
 def read_safetensors(path: Path) -> dict[str, SourceTensor]:
     """The tensor table of one file; data ranges must tile the file exactly."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER, size - 8):
-            raise ConvertError(f"header of {length} bytes in a file of {size} (truncated or not safetensors)", path, 0)
-        raw = file.read(length)
     try:
-        header = json.loads(raw)
-    except ValueError as error:
-        raise ConvertError("header is not JSON", path, 8) from error
-    if not isinstance(header, dict):
-        raise ConvertError("header is not a JSON object", path, 8)
-    header.pop("__metadata__", None)
-    rows = [_row(path, name, entry) for name, entry in header.items()]
-    end = 0
-    for name, _, _, begin, stop in sorted(rows, key=lambda row: row[3:]):
-        if begin != end:
-            raise ConvertError(f"tensor {name!r} starts at {begin}, not at {end} where the one before ends", path, 8)
-        end = stop
-    if 8 + length + end != size:
-        raise ConvertError(f"holds {size} bytes, its header describes {8 + length + end}", path, size)
-    base = 8 + length
-    return {name: file_tensor(name, path, dtype, shape, base + begin) for name, dtype, shape, begin, _ in rows}
-
-
-def _row(path: Path, name: str, entry: Any) -> tuple[str, str, tuple[int, ...], int, int]:
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        count = 1
-        for dim in shape:
-            count *= dim
-        sound = all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end))
-        sound = sound and end - begin == count * ITEM_BYTES[dtype]
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise ConvertError(f"header entry of tensor {name!r} is not sound: {str(entry)[:80]}", path, 8)
-    return name, dtype, shape, begin, end
+        header = read_header(path)
+        check_size(path, header)
+    except WeightsError as error:
+        raise ConvertError(str(error), path) from None
+    entries = header.entries.items()
+    return {name: file_tensor(name, path, entry.dtype, entry.shape, entry.offset) for name, entry in entries}

@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from model.checkpoint import WeightsError
 from model.config import ConfigError
+from model.safetensors_header import WeightsError
 from server.engine.compiling import Compiling
 from server.engine.core import Engine
 from server.engine.cores import usable_cores

@@ -143,13 +143,9 @@ async def run_once(
     gathering = Gathering(Figures(settings.slo), Timeline(clock()), settings)
     lag, cpu, kv = LoopLag(clock), CpuWatch(server.local_ports), KvWatch(server.client, settings.kv_bytes_per_token)
     await kv.scrape()
-    watchers = [asyncio.create_task(lag.watch()), asyncio.create_task(kv.watch())]
-    if not settings.quiet:
-        watchers.append(
-            asyncio.create_task(
-                Progress(f"{server.name} {load.label}", load.expected(), target, gathering.figures).show()
-            )
-        )
+    shown = Progress(f"{server.name} {load.label}", load.expected(), target, gathering.figures)
+    watched = [lag.watch(), kv.watch()] + ([] if settings.quiet else [shown.show()])
+    watchers = [asyncio.create_task(work) for work in watched]
     started = datetime.now(UTC).isoformat(timespec="seconds")
     held_back = await _apply(target, load, work, gathering, settings, stop)
     used = cpu.summary()

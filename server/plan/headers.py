@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from convert.errors import ConvertError
 from convert.formats.gguf_header import TensorRow
+from model.kv_cost import DTYPE_BYTES
+from model.safetensors_header import INDEX, WeightsError, read_header
 
-INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100_000_000
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 GGML_FLOATS = {0: "float32", 1: "float16", 28: "float64", 30: "bfloat16"}
 GGML_QUANTISED = "float32"
@@ -35,15 +33,15 @@ class StoredTensor:
 
     @property
     def elements(self) -> int:
+        """How many numbers it holds."""
         return math.prod(self.shape)
 
 
 def from_gguf(rows: Sequence[TensorRow]) -> tuple[StoredTensor, ...]:
     """Tensors as they are after conversion: plain types stay, quantised blocks become GGML_QUANTISED."""
-    sizes = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
     kinds = [GGML_FLOATS.get(row.type_code, GGML_QUANTISED) for row in rows]
     return tuple(
-        StoredTensor(row.name, row.shape, kind, math.prod(row.shape) * sizes[kind])
+        StoredTensor(row.name, row.shape, kind, math.prod(row.shape) * DTYPE_BYTES[kind])
         for row, kind in zip(rows, kinds, strict=True)
     )
 
@@ -69,19 +67,8 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _read_header(path: Path) -> list[StoredTensor]:
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= size <= MAX_HEADER:
-            raise ConvertError(f"header of {size} bytes (2 to {MAX_HEADER} are possible): not safetensors", path, 0)
-        raw = file.read(size)
     try:
-        header = json.loads(raw)
-        return [_tensor(name, row) for name, row in header.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConvertError("the header is not valid (is the file truncated?)", path, 8) from None
-
-
-def _tensor(name: str, row: dict[str, Any]) -> StoredTensor:
-    begin, end = row["data_offsets"]
-    return StoredTensor(name, tuple(row["shape"]), FLOATS.get(row["dtype"]), end - begin)
+        entries = read_header(path).entries
+    except WeightsError as error:
+        raise ConvertError(str(error), path) from None
+    return [StoredTensor(name, row.shape, FLOATS.get(row.dtype), row.nbytes) for name, row in entries.items()]

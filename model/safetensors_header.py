@@ -1,0 +1,85 @@
+"""The header of a safetensors file: which tensors it promises, and where. No weight is read, nothing heavy is imported.
+
+Knows no model and no tensor library. The file itself may be shorter than promised: who reads weights compares sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INDEX = "model.safetensors.index.json"
+LONGEST = 100_000_000
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
+}  # fmt: skip
+
+
+class WeightsError(ValueError):
+    """A checkpoint that cannot be loaded: the message names the file and the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor: dtype as safetensors spells it (F32, BF16), offset from the start of the file in bytes."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The tensors of one file by name, and how many bytes the whole file must have."""
+
+    entries: dict[str, Entry]
+    file_bytes: int
+
+
+def read_header(path: Path) -> Header:
+    """8 bytes of length, JSON, then data ranges that lie end to end. Raises WeightsError for anything else."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(LONGEST, size - 8):
+            raise WeightsError(f"{path.name} is cut short or not safetensors: {size} bytes do not hold its header")
+        raw = file.read(length)
+    try:
+        rows = json.loads(raw)
+        rows.pop("__metadata__", None)
+        entries = {name: _entry(path, row, 8 + length) for name, row in rows.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{path.name} has a broken safetensors header: {error!r}") from None
+    return Header(entries, _end(path, entries, 8 + length))
+
+
+def check_size(path: Path, header: Header) -> None:
+    """Raise WeightsError unless the file is as long as promised: a short one that is mapped reads as zeros."""
+    size = path.stat().st_size
+    if size != header.file_bytes:
+        promised = header.file_bytes
+        raise WeightsError(f"{path.name} has {size} bytes, its header promises {promised}: copy the file again")
+
+
+def _entry(path: Path, row: dict[str, Any], base: int) -> Entry:
+    shape, (begin, end) = tuple(row["shape"]), row["data_offsets"]
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError(f"{str(row)[:80]} holds what is not a size")
+    if row["dtype"] in ITEM_BYTES and end - begin != math.prod(shape) * ITEM_BYTES[row["dtype"]]:
+        raise ValueError(f"{str(row)[:80]} does not have the bytes of its shape")
+    return Entry(path, row["dtype"], shape, base + begin, end - begin)
+
+
+def _end(path: Path, entries: dict[str, Entry], base: int) -> int:
+    end = base
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset != end:
+            raise WeightsError(f"{path.name}: tensor {name} starts at {entry.offset}, the one before ends at {end}")
+        end += entry.nbytes
+    return end
