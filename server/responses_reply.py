@@ -19,6 +19,8 @@ from server.responses_body import ResponsesBody
 
 Kind = Literal["reasoning", "message", "function_call"]
 Event = dict[str, Any]
+ECHOED = {"metadata", "reasoning", "text", "tool_choice", "tools"}
+"""What a response repeats of its request: not the conversation, which may be long."""
 ID_PREFIX = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 DELTA = {
     "reasoning": "response.reasoning_text",
@@ -159,7 +161,7 @@ class ResponsesReply:
         """finish None: it has only begun."""
         body, cut = self._body, finish == "length"
         status = "in_progress" if finish is None else "incomplete" if cut else "completed"
-        sent = body.model_dump(mode="json", by_alias=True, exclude_none=True)
+        sent = body.model_dump(mode="json", by_alias=True, exclude_none=True, include=ECHOED)
         ended = {} if finish is None else {"usage": usage(reply), "timings": timings(reply.generation)}
         return {
             "id": reply.id.replace("chatcmpl-", "resp_"),

@@ -110,6 +110,11 @@ def test_what_a_response_says_to_the_model(http: httpx.Client) -> None:
     assert text.startswith("system: be brief\nuser: one\nassistant: two\nuser: three\nassistant: ")
 
 
+def test_a_conversation_of_mixed_items_leaves_the_log_clean(http: httpx.Client, live: LiveServer) -> None:
+    ask(http, RESPONSES, input=[{"type": "function_call_output", "call_id": "c1", "output": "2"}])
+    assert "Warning" not in live.output
+
+
 def test_calls_and_formats_become_those_of_chat() -> None:
     tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
     body = ResponsesBody.model_validate(
