@@ -1,7 +1,7 @@
 """The tokenizer of a checkpoint folder, with what its side files say about ends of text and sampling defaults.
 
-Knows no requests. Long texts are encoded in a thread: `encode_batch_fast` frees the interpreter lock, `encode` does not,
-and makes no offsets, which would take three quarters of the time.
+Knows no requests. Long texts are encoded in a thread: `encode_batch_fast` frees the interpreter lock, which `encode`
+does not, and makes no offsets, which would take three quarters of the time.
 """
 
 from __future__ import annotations

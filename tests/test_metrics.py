@@ -55,6 +55,7 @@ OURS = {
     "ropeway_requests_rejected": ("counter", {"status", "reason"}),
     "ropeway_engine_steps": ("counter", set[str]()),
     "ropeway_nan_rows": ("counter", set[str]()),
+    "ropeway_event_loop_lateness_seconds": ("histogram", set[str]()),
 }
 CONTRACT = (
     OURS
