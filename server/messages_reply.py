@@ -83,8 +83,17 @@ class Blocks:
 
 def finished(kind: Kind, start: dict[str, Any], text: str) -> dict[str, Any]:
     if kind == "tool_use":
-        return start | {"input": json.loads(text or "{}")}
+        return start | {"input": arguments_of(text)}
     return start | {kind: text}
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Arguments that max_tokens or a stop string cut are no JSON: the reply says max_tokens, and shows none of them."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 class MessagesReply:

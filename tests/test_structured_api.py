@@ -49,7 +49,7 @@ TOOLS[0]["function"]["parameters"]["$defs"] = {"n": {"enum": [3]}}
 
 
 def post(server: LiveServer, status: int = 200, path: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
-    default = {"messages": SAY} if "chat" in path else {"prompt": "say it"}
+    default = {"prompt": "say it"} if path == "/v1/completions" else {"messages": SAY}
     response = httpx.post(server.url + path, json={"max_tokens": 200, "seed": 5} | default | body, timeout=60)
     assert response.status_code == status, response.text
     reply: dict[str, Any] = response.json()
@@ -282,6 +282,15 @@ def test_two_calls_with_text_before(echo: LiveServer) -> None:
     stream = joined(echo, **wish)[0]
     assert stream["content"] == "user: sure" and stream["finish"] == "tool_calls"
     assert [{"name": c["name"], "arguments": c["arguments"]} for c in stream["calls"]] == [c["function"] for c in calls]
+
+
+def test_a_call_that_is_cut_is_an_answer_in_every_api(echo: LiveServer) -> None:
+    tool = {"name": "add", "input_schema": {"type": "object"}}
+    wish: dict[str, Any] = {"messages": saying(CALL_A), "tools": [tool], "max_tokens": len(f"user: {CALL_A}") - 18}
+    reply = post(echo, path="/v1/messages", **wish)
+    assert reply["stop_reason"] == "max_tokens"
+    assert [block["type"] for block in reply["content"]] == ["text", "tool_use"]
+    assert reply["content"][1]["input"] == {} and reply["content"][1]["name"] == "add"
 
 
 def test_only_one_call_where_only_one_is_wanted(echo: LiveServer) -> None:
