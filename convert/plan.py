@@ -33,6 +33,7 @@ class Target:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its data in the file."""
         return int(np.prod(self.shape, dtype=np.int64)) * NUMPY[self.dtype].itemsize
 
 

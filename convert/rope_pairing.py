@@ -58,6 +58,7 @@ class PairingEvidence:
     split_half_z: float
 
     def line(self) -> str:
+        """The evidence in one line, for people."""
         return (
             f"{self.verdict} (expected {self.expected}; adjacent T {self.adjacent_t:.2f} z {self.adjacent_z:+.1f}, "
             f"split-half T {self.split_half_t:.2f} z {self.split_half_z:+.1f}, {self.layers} layers)"

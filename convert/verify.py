@@ -50,6 +50,7 @@ class LogitComparison:
     passed: bool
 
     def line(self) -> str:
+        """The comparison in one line, for people."""
         return (
             f"{'agree' if self.passed else 'DISAGREE'} over {self.tokens} tokens: max difference "
             f"{self.max_difference:.2e} (largest logit {self.largest_logit:.1f}, at token {self.at_token}), "
@@ -67,6 +68,7 @@ class TextEvidence:
     verdict: Verdict
 
     def line(self) -> str:
+        """The evidence in one line, for people."""
         other = f"with the other pairing {self.other_nll:.2f}"
         return f"{self.verdict} ({self.nll:.2f} nats a token over {self.tokens}; {other})"
 
@@ -92,12 +94,14 @@ class Proof:
         return None
 
     def lines(self) -> list[str]:
+        """One line for each part of the proof, for people."""
         pairs = [("source", self.source_pairing), ("result", self.result_pairing)]
         lines = [f"RoPE pairing of the {side}: {evidence.line()}" for side, evidence in pairs if evidence is not None]
         lines += [f"RoPE pairing by text: {self.text.line()}"] if self.text else []
         return lines + ([f"logits of source and result: {self.logits.line()}"] if self.logits else [])
 
     def as_json(self) -> dict[str, Any]:
+        """The proof as conversion_report.json keeps it."""
         return {"summary": self.lines(), **asdict(self)}
 
 

@@ -66,9 +66,11 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of one token in all layers, page rounding aside."""
         return sum(group.token_bytes for group in self.groups)
 
     def page_bytes(self, group: int) -> int:
+        """Bytes of one page of this group."""
         return self.groups[group].token_bytes * self.page_size
 
     def pool_bytes(self, num_pages: tuple[int, ...]) -> int:
@@ -76,6 +78,7 @@ class KVLayout:
         return sum(count * self.page_bytes(index) for index, count in enumerate(num_pages))
 
     def pages_for(self, num_tokens: int) -> int:
+        """Pages that num_tokens tokens fill, the last one perhaps in part."""
         return -(-num_tokens // self.page_size)
 
     def pages_at(self, context: int) -> tuple[int, ...]:

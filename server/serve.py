@@ -1,6 +1,6 @@
 """`ropeway serve`: binds the port, loads behind it, runs until told to stop, drains, ends with an exit code.
 
-Knows processes and signals; what is served is app.py's.
+Knows processes and signals, no route: what is served is app.py's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Request bodies as JSON has it: no NaN, no lone surrogates, bounded depth.
 
-A route class for FastAPI, which on its own takes whatever Python's json module takes.
+Knows no body of any API. A route class for FastAPI, which on its own takes whatever Python's json module takes.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ class LayerKV:
 
     @property
     def page_size(self) -> int:
+        """Tokens of a page."""
         return self.k.shape[2]
 
 
@@ -47,10 +48,12 @@ class PackedLinear(Protocol):
     """Weights in the layout a backend reads fastest. Opaque but for its logical shape and its size."""
 
     @property
-    def out_features(self) -> int: ...
+    def out_features(self) -> int:
+        """Columns of the product."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes in memory, bias and scales included."""
 
     def shares(self, tensor: Tensor) -> bool:
         """Whether this reads the very memory of tensor (a tied head may), so that its bytes must not count twice."""

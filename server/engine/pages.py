@@ -49,21 +49,26 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
+        """Pages without content."""
         return len(self._free) + self.num_pages - self.touched
 
     @property
     def num_cached(self) -> int:
+        """Pages that nobody holds, kept for the next same prefix."""
         return len(self._cached)
 
     @property
     def available(self) -> int:
-        return len(self._free) + self.num_pages - self.touched + len(self._cached)
+        """Pages that can be given out now: free ones, and cached ones by eviction."""
+        return self.num_free + len(self._cached)
 
     @property
     def num_active(self) -> int:
+        """Pages that at least one sequence holds."""
         return self.num_pages - SCRATCH_PAGES - self.available
 
     def advance(self, now_ns: int) -> None:
+        """Bring the ledger to now_ns."""
         self.ledger.advance(now_ns, self.num_active, self.num_cached)
 
     def allocate(self) -> int:
@@ -117,6 +122,7 @@ class PagePool:
         return page in self._cached
 
     def is_cached(self, page: int) -> bool:
+        """Nobody holds this page."""
         return self.references[page] == 0
 
     def register(self, page: int, key: Key) -> None:

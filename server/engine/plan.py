@@ -76,4 +76,5 @@ class Runner(Protocol):
 
     overlaps: bool
 
-    def launch(self, plan: StepPlan) -> Pending: ...
+    def launch(self, plan: StepPlan) -> Pending:
+        """Begin a step; its results come from collect() on what is returned."""

@@ -53,6 +53,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
+        """Prompt and output, those in flight included."""
         return len(self.tokens) + self.num_in_flight
 
     @property
@@ -62,6 +63,7 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
+        """Tokens generated so far."""
         return len(self.tokens) - self.prompt_len
 
     @property
@@ -93,6 +95,7 @@ class Sequence:
         self.counts[token] = self.counts.get(token, 0) + 1
 
     def output_ids(self) -> tuple[int, ...]:
+        """Tokens generated so far."""
         return tuple(self.tokens[self.prompt_len :])
 
     @property

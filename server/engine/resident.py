@@ -21,6 +21,7 @@ class ResidentMemory:
         self._read_ns: int | None = None
 
     def read(self, now_ns: int) -> int:
+        """Bytes, at most interval_ns old."""
         if self._read_ns is None or now_ns - self._read_ns >= self._interval_ns:
             self._bytes, self._read_ns = self._measure(), now_ns
         return self._bytes

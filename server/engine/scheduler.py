@@ -61,6 +61,7 @@ class Scheduler:
         return None
 
     def add(self, request: Request) -> None:
+        """To the end of the queue; its first sequence stands for all."""
         self.waiting.push(request.sequences[0])
 
     def remove(self, sequence: Sequence) -> None:
@@ -78,6 +79,7 @@ class Scheduler:
     # ---- one step -----------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
+        """What the next step computes."""
         plan = StepPlan(copies=[[] for _ in self.tables.pools])
         decoding = [self._decodes(sequence) for sequence in self.running]
         self._set_budgets(sum(decoding))

@@ -28,6 +28,7 @@ class WaitingQueue:
                 yield from line
 
     def push(self, sequence: Sequence) -> None:
+        """At the end of its tenant's line."""
         self._line(sequence).append(sequence)
 
     def push_front(self, sequence: Sequence) -> None:
@@ -41,6 +42,7 @@ class WaitingQueue:
         return lines.setdefault(sequence.request.tenant, deque())
 
     def head(self) -> Sequence | None:
+        """The sequence that is next; None when nobody waits."""
         if not self._by_priority:
             return None
         lines = self._by_priority[min(self._by_priority)]
@@ -56,6 +58,7 @@ class WaitingQueue:
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it stands."""
         priority, tenant = sequence.request.priority, sequence.request.tenant
         lines = self._by_priority[priority]
         lines[tenant].remove(sequence)

@@ -1,6 +1,6 @@
 """The first steps of a new engine: every path runs once, and the time of a decode is held against that of a prompt.
 
-Knows the engine as its clients do; the caller throws it away afterwards.
+Knows the engine as its clients do and nothing of its inside; the caller throws it away afterwards.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The `ropeway bench` command: reads the options, probes the servers, runs what was asked, writes the reports.
 
-Knows the modes by name; the work is done elsewhere.
+Knows the modes by name and nothing of how they work.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The highest rate at which a server still meets its SLO: doubling, then halving the gap.
 
-Knows rates and shares of good requests; how one probe is run is handed in.
+Knows rates and shares of good requests, not how one probe is run: that is handed in.
 """
 
 from __future__ import annotations

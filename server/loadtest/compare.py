@@ -1,6 +1,6 @@
 """Several runs of one load put together: means over rounds, and ratios between servers.
 
-Knows the shape of a run's summary. Ratios are paired by round, so what disturbs a whole round cancels.
+Knows the shape of a run's summary, no server. Ratios are paired by round, so what disturbs a whole round cancels.
 """
 
 from __future__ import annotations

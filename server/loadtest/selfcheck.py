@@ -1,6 +1,7 @@
 """How true this client's figures are on this machine: it measures the mock server and compares with the mock's own log.
 
-Run `python -m server.loadtest.selfcheck`. By default 1,000 streams of 5 events a second, one process for each side.
+Knows no real server. Run `python -m server.loadtest.selfcheck`.
+By default 1,000 streams of 5 events a second, one process for each side.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """/v1/completions, /v1/chat/completions and /v1/models.
 
-Turns bodies into generations; replies.py shapes what comes back.
+Turns bodies into generations; knows nothing of the shape of what comes back (replies.py).
 """
 
 from __future__ import annotations
