@@ -64,6 +64,13 @@ test-browser: $(VENV)/.browser ## The page in a real Chromium (Debian's chromium
 bench-ui: $(VENV)/.browser ## Scripting time of one update of the page at 10,000 pages and 200 requests
 	$(BIN)/python -m tests.bench_ui
 
+bench-engine: $(VENV)/.demo ## The engine's promises about time, each with its limit; wants a quiet machine
+	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-1000} $(BIN)/python -m server.engine.measure all
+	$(BIN)/python -m server.engine.bench
+
+soak: $(VENV)/.demo ## An hour of random traffic; fails if a process grows
+	$(BIN)/python -m server.loadtest.soak --minutes 60
+
 check: $(VENV)/.dev ## Lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -66,6 +66,9 @@ PARAMS = st.fixed_dictionaries(
 class Traffic(RuleBasedStateMachine):
     """Submit, abort, step and fail in any order, on pools that are too small for what is asked of them."""
 
+    checked_steps = 0
+    """Steps of all runs together after which the books were checked."""
+
     @initialize(
         pages=st.integers(6, 24),
         groups=st.sampled_from([(FULL,), (FULL, windowed(6)), (windowed(5),)]),
@@ -104,7 +107,8 @@ class Traffic(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
         for _ in range(count):
-            self.rows += self.rig.step().rows
+            self.rows += self.rig.step().rows  # checks the books
+            type(self).checked_steps += 1
 
     @invariant()
     def books_balance(self) -> None:
@@ -151,9 +155,13 @@ TestTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadlin
 
 
 @pytest.mark.slow
-def test_ten_thousand_steps_of_traffic() -> None:
-    long = settings(max_examples=200, stateful_step_count=60, deadline=None)
+def test_ten_thousand_steps_of_traffic(capsys: pytest.CaptureFixture[str]) -> None:
+    long, before = settings(max_examples=200, stateful_step_count=60, deadline=None), Traffic.checked_steps
     run_state_machine_as_test(Traffic, settings=long)
+    steps = Traffic.checked_steps - before
+    with capsys.disabled():
+        print(f"\n{steps} engine steps of random traffic, the books checked after each")
+    assert steps >= 10_000
 
 
 # ---- a fault stays where it happened ----------------------------------------------------------------------

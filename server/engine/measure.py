@@ -1,0 +1,224 @@
+"""The engine's promises about time, measured: python -m server.engine.measure gaps|prefix|caching|overhead [MODEL].
+
+Drives an engine in this process, in token ids: no HTTP, no text. A and B take turns and medians are compared; a run
+during which other processes used over 5 % of the CPU is called disturbed: take it again on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.batch import Batch
+from model.kv_cache import KVCache
+from server.engine.core import Engine
+from server.engine.cores import usable_cores
+from server.engine.messages import Abort, EngineConfig, SamplingParams, Submit
+from server.engine.startup import build_engine
+from server.loadtest.machine import CpuWatch
+
+DISTURBED = 0.05
+STREAMS = 8
+LONG_PROMPT = 8000
+PREFIX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One figure and the most it may be."""
+
+    what: str
+    figure: float
+    limit: float
+    detail: str
+
+    def line(self) -> str:
+        verdict = "met" if self.figure <= self.limit else "MISSED"
+        return f"{self.what}: {self.figure:.3f} (at most {self.limit:g}: {verdict}); {self.detail}"
+
+
+serials = count()
+
+
+def prompt_of(engine: Engine, length: int) -> list[int]:
+    """Token ids that no earlier prompt began with."""
+    serial = next(serials)
+    return [(serial * 7919 + position * 104729) % engine.info.vocab_size for position in range(length)]
+
+
+def submit(engine: Engine, prompt: list[int], max_tokens: int) -> str:
+    name = f"r{next(serials)}"
+    engine.add(Submit(name, Submit.pack(prompt), SamplingParams(max_tokens=max_tokens, temperature=0.0)))
+    return name
+
+
+def run(engine: Engine) -> float:
+    """Seconds until nothing is left to do."""
+    started = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - started
+
+
+def timed_steps(engine: Engine, until: Callable[[set[str]], bool]) -> Iterator[float]:
+    """Seconds of each step up to the one whose ids of rows satisfy `until`: the gap between two tokens of a stream."""
+    ids: set[str] = set()
+    while not until(ids):
+        started = time.perf_counter()
+        ids = {row.id for row in engine.step().rows}
+        yield time.perf_counter() - started
+
+
+def start_streams(engine: Engine, tokens: int = 4000) -> None:
+    for _ in range(STREAMS):
+        submit(engine, prompt_of(engine, 64), tokens)
+    while engine.scheduler.waiting or engine.step().stats.step_tokens != STREAMS:
+        engine.step()
+
+
+def p99(values: list[float]) -> float:
+    return quantiles(values, n=100, method="inclusive")[98]
+
+
+# ---- the four measurements -------------------------------------------------------------------------------------
+
+
+def gaps(config: EngineConfig) -> list[Finding]:
+    """Gaps between tokens of running streams while a long prompt arrives, and before it."""
+    engine = build_engine(config)
+    length = min(LONG_PROMPT, engine.info.max_model_len - 1)
+    start_streams(engine)
+    steps = count()
+    alone = list(timed_steps(engine, lambda ids: next(steps) >= 50))
+    name = submit(engine, prompt_of(engine, length), 1)
+    during = list(timed_steps(engine, lambda ids: name in ids))
+    engine.abort(Abort(engine.request_ids()))
+    run(engine)
+    detail = (
+        f"p50 {median(during) * 1e3:.1f} ms, p99 {p99(during) * 1e3:.1f} ms of {len(during)} gaps with up to "
+        f"{engine.info.mixed_chunk} prompt tokens each; before it p50 {median(alone) * 1e3:.1f} ms"
+    )
+    what = f"p99 over p50 of the gaps of {STREAMS} streams while {length} tokens of prompt arrive"
+    return [Finding(what, p99(during) / median(during), 3, detail)]
+
+
+def prefix(config: EngineConfig, rounds: int = 7) -> list[Finding]:
+    """Time to first token of a prompt that is in the cache, over one that is not."""
+    engine = build_engine(config)
+    misses, hits = list[float](), list[float]()
+    for _ in range(rounds):
+        prompt = prompt_of(engine, min(PREFIX, engine.info.max_model_len - 1))
+        for seconds in (misses, hits):
+            submit(engine, prompt, 1)
+            seconds.append(run(engine))
+    times = f"hit {median(hits) * 1e3:.1f} ms, miss {median(misses) * 1e3:.1f} ms, {rounds} pairs"
+    ratio = median(hit / miss for hit, miss in zip(hits, misses, strict=True))
+    return [Finding(f"time to first token of a {len(prompt)}-token prefix hit over a miss", ratio, 0.15, times)]
+
+
+def caching(config: EngineConfig, rounds: int = 9) -> list[Finding]:
+    """Throughput lost with the prefix cache on when nothing is ever found in it."""
+    engines = [build_engine(replace(config, prefix_caching=on)) for on in (True, False)]
+    seconds: list[list[float]] = [[], []]
+    for number in range(rounds):
+        for which in (0, 1) if number % 2 else (1, 0):
+            for _ in range(STREAMS):
+                submit(engines[which], prompt_of(engines[which], 128), 24)
+            seconds[which].append(run(engines[which]))
+    assert engines[0].step().stats.prefix_hits == 0, "a prompt was found in the cache"
+    lost = [1 - off / on for on, off in zip(*seconds, strict=True)]
+    low, _, high = quantiles(lost, n=4)
+    tokens = STREAMS * (128 + 24)
+    detail = (
+        f"{tokens / median(seconds[0]):.0f} tokens/s on, {tokens / median(seconds[1]):.0f} off, {rounds} pairs, "
+        f"quartiles {low:+.3f} to {high:+.3f}"
+    )
+    return [Finding("throughput lost with prefix caching at 0 % hits", median(lost), 0.02, detail)]
+
+
+class TimedModel:
+    """Stands before the decoder and adds up the seconds of its forwards."""
+
+    def __init__(self, model: Any) -> None:
+        self.seconds = 0.0
+        self._model = model
+
+    def hidden(self, batch: Batch, kv: KVCache) -> Tensor:
+        return self._timed(self._model.hidden, batch, kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._timed(self._model.logits, hidden)
+
+    def _timed(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        started = time.perf_counter()
+        result = function(*args)
+        self.seconds += time.perf_counter() - started
+        return result
+
+
+def overhead(config: EngineConfig, steps: int = 200) -> list[Finding]:
+    """Share of a decode step that is not the model's forward: schedule, batch, sampling, books."""
+    engine = build_engine(config)
+    runner: Any = engine._runner
+    runner._model = timed = TimedModel(runner._model)
+    start_streams(engine)
+    shares, whole = list[float](), list[float]()
+    for _ in range(steps):
+        before = timed.seconds
+        started = time.perf_counter()
+        engine.step()
+        whole.append(time.perf_counter() - started)
+        shares.append(1 - (timed.seconds - before) / whole[-1])
+    detail = f"step {median(whole) * 1e3:.2f} ms, {steps} steps of {STREAMS} sequences, {engine.info.backend}"
+    return [Finding("share of a step that is not the forward", median(shares), 0.10, detail)]
+
+
+MEASURES: dict[str, Callable[[EngineConfig], list[Finding]]] = {
+    "gaps": gaps,
+    "prefix": prefix,
+    "caching": caching,
+    "overhead": overhead,
+}
+
+
+def demo_model() -> Path:
+    from convert.cache import demo_model_file, ensure_canonical
+
+    return ensure_canonical(demo_model_file())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m server.engine.measure", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("measures", nargs="+", choices=(*MEASURES, "all"), metavar="|".join((*MEASURES, "all")))
+    parser.add_argument("--model", type=Path, help="a canonical folder; the demo model if left out")
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    config = EngineConfig(str(args.model or demo_model()), kv_cache_memory=320 << 20, threads=args.threads)
+    names = list(MEASURES) if "all" in args.measures else args.measures
+    met = True
+    for name in names:
+        watch = CpuWatch([])
+        for finding in MEASURES[name](config):
+            print(finding.line(), flush=True)
+            met = met and finding.figure <= finding.limit
+        others = watch.summary()["others"]
+        if others is not None and others > DISTURBED:
+            print(f"disturbed: other processes used {others:.0%} of the CPU", flush=True)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
