@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from tqdm import tqdm
 
 from server.config import ServeConfig
-from server.engine.messages import Abort, EngineConfig, EngineInfo, Progress, Row, TokenLogprob
+from server.engine.messages import Abort, EngineConfig, EngineInfo, Row, TokenLogprob
 from server.engine_process import CHILD_ENVIRONMENT
 from server.errors import ApiError, from_validation
 from server.generation import Generation
@@ -203,11 +203,7 @@ def local_folder(model: str | None) -> Path:
     if model is not None and is_servable(Path(model)):
         return Path(model)
     check_exists(model)
-
-    def ignore(progress: Progress) -> None:
-        pass
-
-    return canonical_folder(model, ignore)
+    return canonical_folder(model, lambda progress: None)
 
 
 def start_engine(config: EngineConfig) -> Engine:

@@ -192,7 +192,8 @@ MEASURES: dict[str, Callable[[EngineConfig], list[Finding]]] = {
 
 
 def demo_model() -> Path:
-    from convert.cache import demo_model_file, ensure_canonical
+    from convert.cache import ensure_canonical
+    from convert.demo import demo_model_file
 
     return ensure_canonical(demo_model_file())
 
