@@ -79,6 +79,7 @@ def test_many_requests_and_choices_do_not_mix() -> None:
     with_client(test, max_queue=100)
 
 
+@pytest.mark.fault
 def test_leaving_early_aborts_in_the_engine() -> None:
     async def test(client: EngineClient) -> None:
         async with client.stream([submit("gone", [1], max_tokens=10**9)]) as stream:
@@ -89,6 +90,7 @@ def test_leaving_early_aborts_in_the_engine() -> None:
     with_client(test)
 
 
+@pytest.mark.fault
 def test_cancelling_the_reader_aborts_in_the_engine() -> None:
     async def test(client: EngineClient) -> None:
         reader = asyncio.create_task(read(client, submit("gone", [1], seed=SILENT)))
@@ -114,6 +116,7 @@ def test_finish_ends_the_rest_because_of_a_stop_string() -> None:
 
 
 @pytest.mark.parametrize("limit", ["timeout", "queue_timeout"])
+@pytest.mark.fault
 def test_a_deadline_cuts_a_silent_request(limit: str) -> None:
     async def test(client: EngineClient) -> None:
         with pytest.raises(StreamCutError) as cut:
@@ -136,6 +139,7 @@ def test_queue_timeout_is_over_once_a_row_has_come() -> None:
     with_client(test)
 
 
+@pytest.mark.fault
 def test_a_reader_that_never_comes_is_cut() -> None:
     async def test(client: EngineClient) -> None:
         async with client.stream([submit("slow", [1], max_tokens=10**9)]) as stream:
@@ -150,6 +154,7 @@ def test_a_reader_that_never_comes_is_cut() -> None:
     with_client(test)
 
 
+@pytest.mark.fault
 def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     async def test(client: EngineClient) -> None:
         async with client.stream([submit("a", [1], seed=SILENT), submit("b", [1], seed=SILENT)]):
@@ -171,6 +176,7 @@ def test_query_errors_are_told() -> None:
 
 
 @pytest.mark.parametrize(("seed", "text"), [(KILL, "exit code 9"), (CRASH, "told to crash")])
+@pytest.mark.fault
 def test_a_death_ends_every_stream_and_is_told_once(seed: int, text: str) -> None:
     async def test(client: EngineClient) -> None:
         deaths: list[str] = []

@@ -91,6 +91,7 @@ def test_a_stop_string_cuts_the_text_it_ends(http: httpx.Client) -> None:
     assert reply["timings"]["predicted_ms"] > 0
 
 
+@pytest.mark.fault
 def test_no_number_a_client_may_send_is_too_large_for_the_engine(http: httpx.Client) -> None:
     complete(http, top_k=2**70, temperature=1e6, min_tokens=2, allowed_token_ids=[97, 98])
     complete(http, repetition_penalty=0.01, frequency_penalty=-2, logit_bias={"97": 100}, timeout=1e300)
@@ -198,6 +199,7 @@ def narrow(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         server.stop()
 
 
+@pytest.mark.fault
 def test_a_client_that_leaves_is_ended_in_every_phase(narrow: LiveServer) -> None:
     """The first request decodes, the second waits, the third is in prefill; each client hangs up."""
     with httpx.Client(base_url=narrow.url, timeout=60) as http:

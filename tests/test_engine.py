@@ -167,6 +167,7 @@ def test_ten_thousand_steps_of_traffic(capsys: pytest.CaptureFixture[str]) -> No
 # ---- a fault stays where it happened ----------------------------------------------------------------------
 
 
+@pytest.mark.fault
 def test_nan_ends_that_request_and_its_pages_are_not_reused() -> None:
     """omlx 3777: NaN logits became token 0 with status 200."""
     engine = rig()
@@ -184,6 +185,7 @@ def test_nan_ends_that_request_and_its_pages_are_not_reused() -> None:
     assert engine.run()[0].cached_tokens == 0
 
 
+@pytest.mark.fault
 def test_a_failed_row_ends_its_request_alone() -> None:
     engine = rig()
     engine.device.fault = lambda row: "out of memory" if row.sequence.request.id == "big" and row.end > 9 else None
@@ -217,6 +219,7 @@ def submits(*lengths: int, **fields: object) -> list[Submit]:
     return [Submit(f"r{length}", Submit.pack([length] * length), params) for length in lengths]
 
 
+@pytest.mark.fault
 def test_a_step_that_lacks_memory_is_rerun_by_halves(tiny_model: Callable[..., Path]) -> None:
     plenty = run(Setup().engine(tiny_model()), *submits(3, 4, 5, 6))
     narrow: list[Narrow] = []
@@ -226,6 +229,7 @@ def test_a_step_that_lacks_memory_is_rerun_by_halves(tiny_model: Callable[..., P
     assert [(row.id, row.tokens, row.logprobs) for row in rows] == [(r.id, r.tokens, r.logprobs) for r in plenty]
 
 
+@pytest.mark.fault
 def test_who_lacks_memory_alone_is_told_and_the_rest_go_on(tiny_model: Callable[..., Path]) -> None:
     engine = Setup().engine(tiny_model(), lambda decoder: Narrow(decoder, 8))
     rows = run(engine, *submits(3, 20, 5))
@@ -257,6 +261,7 @@ print(json.dumps([len(seen[0].widths), sorted([row.id, row.tokens, row.logprobs[
 
 
 @pytest.mark.slow
+@pytest.mark.fault
 def test_under_a_memory_limit_of_the_system_the_same_tokens_come(tiny_model: Callable[..., Path]) -> None:
     """RLIMIT_AS leaves room for the logits of a few rows (400 kB each, and what sampling makes of them), not of 24."""
     folder, root = str(tiny_model(vocab_size=100_000)), str(Path(__file__).parent.parent)
@@ -291,6 +296,7 @@ UNSAMPLED = {"max_tokens": 0}
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1.0}, {"prompt_logprobs": 0}, UNSAMPLED])
+@pytest.mark.fault
 def test_nan_from_the_model_never_becomes_a_token(tiny_model: Callable[..., Path], fields: dict[str, object]) -> None:
     bad, good = submits(20, 5, **fields)
     rows = run(Setup().engine(tiny_model(), lambda decoder: Poisoned(decoder, 20)), bad, good)
@@ -299,6 +305,7 @@ def test_nan_from_the_model_never_becomes_a_token(tiny_model: Callable[..., Path
     assert outputs(rows)[("r5", 0)] == outputs(run(Setup().engine(tiny_model()), good))[("r5", 0)]
 
 
+@pytest.mark.fault
 def test_nan_never_becomes_an_embedding_and_its_pages_are_forgotten(tiny_model: Callable[..., Path]) -> None:
     engine = Setup().engine(tiny_model(), lambda decoder: Poisoned(decoder, 20))
     prompt = Submit.pack([20] * 9)

@@ -161,6 +161,7 @@ def test_a_death_ends_streams_with_an_error_and_the_server_with_1(server: Launch
     assert text in live.output and "Traceback" not in live.output
 
 
+@pytest.mark.fault
 def test_kill_9_of_the_engine(server: Launch) -> None:
     live = server(*HUGE_CONTEXT)
     with httpx.stream("POST", f"{live.url}/v1/completions", json=ENDLESS | {"stream": True}, timeout=30) as response:
@@ -177,6 +178,7 @@ def test_kill_9_of_the_engine(server: Launch) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.fault
 def test_a_client_that_leaves_while_it_decodes(server: Launch, stream: bool) -> None:
     live = server(*HUGE_CONTEXT)
     with raw_request(live, ENDLESS | {"stream": stream}) as connection:
@@ -188,6 +190,7 @@ def test_a_client_that_leaves_while_it_decodes(server: Launch, stream: bool) -> 
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.fault
 def test_a_client_that_leaves_before_its_first_token(server: Launch, stream: bool) -> None:
     live = server()
     with raw_request(live, {"prompt": "abc", "seed": SILENT, "stream": stream}):
@@ -197,6 +200,7 @@ def test_a_client_that_leaves_before_its_first_token(server: Launch, stream: boo
     until(lambda: metric(live, "vllm:request_success_total", finished_reason="abort") == 1)
 
 
+@pytest.mark.fault
 def test_a_client_that_leaves_while_its_prompt_is_tokenised(server: Launch) -> None:
     live = server(*HUGE_CONTEXT)
     with raw_request(live, {"prompt": "word " * 100_000, "max_tokens": 100_000}):
@@ -210,6 +214,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.fault
 def test_a_slow_reader_is_cut_off_in_bounded_memory(server: Launch) -> None:
     live = server("--slow-reader-timeout", "1", *HUGE_CONTEXT)
     before = resident(live.process.pid)
@@ -224,6 +229,7 @@ def test_a_slow_reader_is_cut_off_in_bounded_memory(server: Launch) -> None:
 # ---- limits
 
 
+@pytest.mark.fault
 def test_a_full_queue_is_429_with_retry_after(server: Launch) -> None:
     live = server("--max-num-seqs", "1", "--max-queue", "1")
     silent = {"prompt": "a", "seed": SILENT, "timeout": 3, "max_tokens": 1}
@@ -236,6 +242,7 @@ def test_a_full_queue_is_429_with_retry_after(server: Launch) -> None:
     assert metric(live, "ropeway_requests_rejected_total", status="429") >= 2
 
 
+@pytest.mark.fault
 def test_body_limits(server: Launch) -> None:
     live = server("--max-body-bytes", "10000", "--body-timeout", "0.5")
 
@@ -288,6 +295,7 @@ def test_strict_params(server: Launch) -> None:
     assert refused.status_code == 400 and "frobnicate" in refused.text
 
 
+@pytest.mark.fault
 def test_a_silent_engine_is_not_ready(server: Launch) -> None:
     live = server("--stall-timeout", "1")
     with raw_request(live, {"prompt": "abc", "seed": SILENT}):
@@ -332,6 +340,7 @@ def test_a_drain_lets_streams_finish_and_refuses_new_work(server: Launch) -> Non
     assert live.process.wait(10) == 0
 
 
+@pytest.mark.fault
 def test_at_the_drain_deadline_streams_get_an_error_event(server: Launch) -> None:
     live = server("--drain-timeout", "0.5", *HUGE_CONTEXT)
     with httpx.stream("POST", f"{live.url}/v1/completions", json=ENDLESS | {"stream": True}, timeout=30) as response:

@@ -161,6 +161,7 @@ def test_signals_are_the_parents_business(start: Callable[..., Worker]) -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.fault
 def test_ends_when_the_pipe_does(start: Callable[..., Worker], busy: bool) -> None:
     worker = start()
     worker.ready()
@@ -192,6 +193,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.fault
 def test_a_killed_parent_leaves_no_engine_behind(config: EngineConfig, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
@@ -271,6 +273,7 @@ def crash_of(worker: Worker) -> Crashed:
         assert isinstance(message, Progress), message
 
 
+@pytest.mark.fault
 def test_an_engine_fault_is_told_with_its_traceback(start: Callable[..., Worker]) -> None:
     worker = start()
     worker.ready()

@@ -1,0 +1,59 @@
+"""The numbers in the README: each is recomputed here and compared with what is printed there.
+
+Knows the README's wording of its four promises; speed is not among them (benchmarks are commands, not tests).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+README = " ".join((REPOSITORY / "README.md").read_text().split())
+
+
+def printed(pattern: str) -> float:
+    """The one number that the README prints at the group of this pattern."""
+    found = re.findall(pattern, README)
+    assert len(found) == 1, f"{pattern!r} stands {len(found)} times in README.md"
+    return float(found[0].replace(",", ""))
+
+
+def collected(*selection: str) -> int:
+    """How many tests a selection has; a file that does not load would make the number a lie, so it fails here."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *selection]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return sum("::" in line for line in done.stdout.splitlines())
+
+
+def test_same_tokens() -> None:
+    assert printed(r"([\d,]+) comparisons bit for bit") == collected("tests/test_promise_same_tokens.py")
+
+
+def test_faults() -> None:
+    assert printed(r"([\d,]+) kinds of injected fault") == collected("-m", "fault", "tests")
+
+
+def ropeway(*words: str) -> str:
+    command = [sys.executable, "-m", "server", *words]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+
+
+def test_bytes_a_token() -> None:
+    plan = json.loads(ropeway("plan", "--json"))
+    assert printed(r"([\d,]+) bytes a token") == plan["token_bytes"]
+
+
+@pytest.mark.slow
+def test_the_proof_of_the_demo_model(tmp_path: Path) -> None:
+    from convert.cache import demo_model_file
+
+    ropeway("convert", str(demo_model_file()), str(tmp_path / "demo"))
+    proof = json.loads((tmp_path / "demo" / "conversion_report.json").read_text())["proof"]
+    assert proof["source_pairing"]["verdict"] == proof["result_pairing"]["verdict"] == "confirmed"
+    assert proof["logits"]["max_difference"] <= printed(r"largest difference of a logit (\S+)")
