@@ -11,6 +11,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,12 @@ from pydantic import ValidationError
 from tqdm import tqdm
 
 from server.config import ServeConfig
+from server.engine.grammar import Grammars
 from server.engine.messages import Abort, EngineConfig, EngineInfo, Row, TokenLogprob
 from server.engine_process import CHILD_ENVIRONMENT
 from server.errors import ApiError, from_validation
 from server.generation import Generation
+from server.grammar_check import GrammarCheck, Verdict, try_out
 from server.prepare import canonical_folder, check_exists, is_servable, prepare
 from server.replies import Reply
 from server.routes.openai import begin_chat, begin_completion, read_warnings
@@ -118,6 +121,7 @@ class LLM:
         self._service.open_text(folder)
         self._engine: Engine | None = start_engine(config.engine_config(str(folder)))
         self._service.set_limits(folder, self._engine.info)
+        self._service.grammars = GrammarCheckHere(folder, self._engine.info.vocab_size)
 
     @property
     def info(self) -> EngineInfo:
@@ -186,6 +190,17 @@ class LLM:
         runs = [Run(reply.generation, reply.logprobs) for reply in replies]
         follow(engine, runs, tqdm(total=len(runs), disable=not use_tqdm, unit=kind.noun))
         return [run.output() for run in runs]
+
+
+class GrammarCheckHere(GrammarCheck):
+    """Tries a script's own grammars in its own process: a spawned one would run the script again."""
+
+    async def _ask(self, text: str) -> Verdict:
+        return try_out(self._grammars_here, text)
+
+    @cached_property
+    def _grammars_here(self) -> Grammars:
+        return Grammars(self._folder, self._vocab_size)
 
 
 def engine_settings(model: str | Path | None, settings: Mapping[str, Any]) -> ServeConfig:

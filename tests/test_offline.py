@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -113,6 +114,15 @@ def test_prompt_logprobs_and_choices(llm: LLM) -> None:
     assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
     assert [entry.token for entry in output.prompt_logprobs[1:] if entry] == [*b"bc"]
     assert len(output.choices) == 3 and output.logprobs is None
+
+
+def test_structured_output_needs_no_second_process(llm: LLM) -> None:
+    pytest.importorskip("llguidance", reason="needs the grammar extra")
+    (output,) = llm.generate("abc", {"structured_outputs": {"regex": "[ab]{3}"}}, use_tqdm=False)
+    assert re.fullmatch("[ab]{3}", output.text) and output.finish_reason == "stop"
+    with pytest.raises(ValueError, match=r"prompt 0: structured_outputs: .*invalid regex"):
+        llm.generate("abc", {"structured_outputs": {"regex": "[ab"}})
+    assert multiprocessing.active_children() == []
 
 
 # ---- errors
