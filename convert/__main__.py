@@ -24,24 +24,27 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 def main_convert(argv: Sequence[str]) -> int:
     """ropeway convert SRC DST."""
     parser = argparse.ArgumentParser("ropeway convert", description="Convert a checkpoint and prove the result.")
-    parser.add_argument("src", type=Path, help="a checkpoint in any format that is known, recognised by content")
-    parser.add_argument("dst", type=Path, help="the folder (or file, for gguf and llama2c) to make; it must not exist")
+    parser.add_argument(
+        "src", type=Path, metavar="SRC", help="a checkpoint in any format that is known, recognised by content"
+    )
+    dst_help = "the folder (or file, for gguf and llama2c) to make; it must not exist"
+    parser.add_argument("dst", type=Path, metavar="DST", help=dst_help)
     dtype_help = "auto: as stored, quantised types to float32"
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help=dtype_help)
-    parser.add_argument("--to", choices=["hf", *EXPORTS], default="hf", help="hf: the folder that is served")
+    parser.add_argument("--to", choices=["hf", *EXPORTS], default="hf", help="hf (default): the folder that is served")
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     args = parser.parse_args(argv)
-    return _one_line_errors(lambda: _convert(args))
+    return _one_line_errors(parser.prog, lambda: _convert(args))
 
 
 def main_verify(argv: Sequence[str]) -> int:
     """ropeway verify DIR [--against SRC]."""
     parser = argparse.ArgumentParser("ropeway verify", description="Check a converted folder again.")
-    parser.add_argument("dir", type=Path)
+    parser.add_argument("dir", type=Path, metavar="DIR", help="a folder that `ropeway convert` made")
     parser.add_argument("--against", type=Path, metavar="SRC", help="the checkpoint it was made from")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the proof as JSON")
     args = parser.parse_args(argv)
-    return _one_line_errors(lambda: _verify(args))
+    return _one_line_errors(parser.prog, lambda: _verify(args))
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -86,11 +89,11 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if refusal or problems else 0
 
 
-def _one_line_errors(command: Callable[[], int]) -> int:
+def _one_line_errors(name: str, command: Callable[[], int]) -> int:
     try:
         return command()
     except (ConvertError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
 
 

@@ -34,13 +34,27 @@ def ensure_canonical(
         return path
     if not path.exists():
         raise ConvertError("no such file or folder", path)
-    folder = (cache_dir or default_cache()) / cache_key(path)
+    cache = cache_dir or default_cache()
+    folder = cache / cache_key(path)
     if folder.exists() and (damage := damage_of(folder)) is not None:
         progress(f"cached conversion {folder} is damaged ({damage}): converting again")
         shutil.rmtree(folder)
     if not folder.exists():
+        make_writable(cache)
         run_conversion(path, folder, progress=_Percent(progress))
     return folder
+
+
+def make_writable(cache: Path) -> None:
+    """ConvertError, with the setting that helps, if nothing can be kept there."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConvertError(
+            f"cannot be made ({error.strerror}): set ROPEWAY_CACHE to a folder of yours", cache
+        ) from error
+    if not os.access(cache, os.W_OK | os.X_OK):
+        raise ConvertError("cannot be written: set ROPEWAY_CACHE to a folder that can", cache)
 
 
 class _Percent:

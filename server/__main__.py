@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from server.config import add_options, read_config
 from server.version import ropeway_version
 
-PASSED_ON = {
+COMMANDS = {
+    "serve": "serve a model over HTTP",
+    "chat": "talk to a server",
     "convert": "convert an external checkpoint to a folder that is served, and prove the conversion",
     "verify": "check a converted folder against its source",
     "plan": "what a model's KV cache costs and how much of it fits, before launch",
@@ -23,15 +25,15 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ropeway", description="Serve decoder-only language models.")
+    """The command line up to the name of the command: each reads the rest itself."""
+    parser = argparse.ArgumentParser(
+        prog="ropeway",
+        description="Serve decoder-only language models.",
+        epilog="ropeway COMMAND --help lists the options of a command",
+    )
     parser.add_argument("--version", action="version", version=f"ropeway {ropeway_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_options(commands.add_parser("serve", help="serve a model over HTTP", description="Serve a model over HTTP."))
-    talk = commands.add_parser("chat", help="talk to a server", description="Talk to a server.")
-    talk.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"where it listens (default {DEFAULT_URL})")
-    talk.add_argument("--model", help="one of its names (default: the first)")
-    talk.add_argument("--api-key", default=os.environ.get("ROPEWAY_API_KEY"), help="(env ROPEWAY_API_KEY)")
-    for name, text in PASSED_ON.items():
+    for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
 
@@ -39,25 +41,17 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 refused or failed (one line says why), 2 wrong usage."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given and given[0] in PASSED_ON:
-        return pass_on(given[0], given[1:])
-    parser = make_parser()
-    parsed = parser.parse_args(given)
-    if parsed.command == "chat":
-        from server.chat import chat
-
-        return chat(parsed.url, parsed.model, parsed.api_key)
-    try:
-        config = read_config(parsed)
-    except ValueError as error:
-        parser.error(str(error))
-    from server.serve import serve
-
-    return serve(config)
+    if given and given[0] in COMMANDS:
+        return run_command(given[0], given[1:])
+    make_parser().parse_args(given)
+    return 2
 
 
-def pass_on(command: str, arguments: list[str]) -> int:
-    """Commands that read their own arguments."""
+def run_command(command: str, arguments: list[str]) -> int:
+    if command == "serve":
+        return main_serve(arguments)
+    if command == "chat":
+        return main_chat(arguments)
     if command == "bench":
         from server.loadtest.__main__ import main as main_bench
 
@@ -69,6 +63,35 @@ def pass_on(command: str, arguments: list[str]) -> int:
     from convert.__main__ import main_convert, main_verify
 
     return main_convert(arguments) if command == "convert" else main_verify(arguments)
+
+
+def main_serve(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="ropeway serve",
+        usage="ropeway serve [MODEL] [options]   (--help lists them)",
+        description="Serve a model over HTTP. Cached conversions and kernels: ROPEWAY_CACHE, else ~/.cache/ropeway.",
+    )
+    add_options(parser)
+    try:
+        config = read_config(parser.parse_args(arguments))
+    except ValueError as error:
+        parser.error(str(error))
+    from server.serve import serve
+
+    return serve(config)
+
+
+def main_chat(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="ropeway chat", description="Talk to a server.")
+    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"where it listens (default {DEFAULT_URL})")
+    parser.add_argument("--model", help="one of its names (default: the first)")
+    parser.add_argument(
+        "--api-key", default=os.environ.get("ROPEWAY_API_KEY"), help="the server's key (env ROPEWAY_API_KEY)"
+    )
+    parsed = parser.parse_args(arguments)
+    from server.chat import chat
+
+    return chat(parsed.url, parsed.model, parsed.api_key)
 
 
 if __name__ == "__main__":

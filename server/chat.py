@@ -12,11 +12,15 @@ from typing import Any
 
 import httpx
 
+EXAMPLE = "http://127.0.0.1:8000"
 HELP = "/exit ends, /new starts over; Ctrl-C stops an answer"
 
 
 def chat(url: str, model: str | None = None, key: str | None = None) -> int:
     """Talk until the input ends. 0 at its end, 1 when the server cannot be reached or refuses."""
+    if not url.startswith(("http://", "https://")):
+        print(f"ropeway: {url}: not a server address (expected something like {EXAMPLE})", file=sys.stderr)
+        return 1
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     interactive = sys.stdin.isatty()
     history: list[dict[str, str]] = []
@@ -31,6 +35,9 @@ def chat(url: str, model: str | None = None, key: str | None = None) -> int:
                 elif line:
                     history.append({"role": "user", "content": line})
                     history.append({"role": "assistant", "content": answer(client, model, history)})
+        except httpx.ConnectError as error:
+            print(f"ropeway: {url}: {error}; `ropeway serve` starts a server", file=sys.stderr)
+            return 1
         except (httpx.HTTPError, RuntimeError) as error:
             print(f"ropeway: {url}: {error}", file=sys.stderr)
             return 1

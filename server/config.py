@@ -33,6 +33,9 @@ def parse_flag(text: str) -> bool:
     return value[text.lower()]
 
 
+METAVARS: dict[Callable[[str], Any], str] = {str: "TEXT", int: "N", float: "SECONDS", parse_size: "SIZE"}
+
+
 def option(
     default: Any,
     help: str,
@@ -60,7 +63,7 @@ class ServeConfig:
         "of weights and activations; auto: on a CPU bfloat16, else the checkpoint's, bfloat16 for float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    quantization: str | None = option(None, "of the weights at load time, e.g. int8")
+    quantization: str | None = option(None, "of the weights at load time; none so far")
     page_size: int = option(16, "tokens of a KV page", int, at_least=1)
     kv_cache_memory: int | None = option(
         None, "bytes of the KV pool, e.g. 2GiB; sized from free memory if left out", parse_size, at_least=1
@@ -77,7 +80,7 @@ class ServeConfig:
     batch_invariant: bool = option(
         False, "same tokens whatever shares the batch, on CUDA too (CPU always does)", parse_flag
     )
-    tensor_parallel_size: int = option(1, "devices that share each layer", int, at_least=1)
+    tensor_parallel_size: int = option(1, "devices that share each layer; 1 so far", int, at_least=1)
     served_model_name: tuple[str, ...] = option((), "name in the API, repeatable; the first one is reported")
     api_key: tuple[str, ...] = option((), "key that callers must send, repeatable; none leaves the server open")
     admin_api_key: tuple[str, ...] = option((), "key that also shows other tenants' requests under /kv, repeatable")
@@ -147,7 +150,9 @@ def env_name(name: str) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """One argument a field; values stay text here, so that flags and environment are read by the same code."""
     for item in fields(ServeConfig):
-        text = f"{item.metadata['help']} (env {env_name(item.name)}{default_note(item.default)})"
+        default = default_text(item.default, item.metadata["parse"])
+        note = f", default {default}" if default else ""
+        text = f"{item.metadata['help']} (env {env_name(item.name)}{note})"
         if item.metadata["positional"]:
             parser.add_argument(item.name, nargs="?", metavar=item.name.upper(), help=text)
         elif item.metadata["parse"] is parse_flag:
@@ -156,7 +161,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(f"--{flag_name(item.name)}", action="append", metavar="TEXT", help=text)
         else:
             choices = item.metadata["choices"]
-            metavar = "|".join(choices) if choices else item.metadata["parse"].__name__.replace("parse_", "").upper()
+            metavar = "|".join(choices) if choices else METAVARS[item.metadata["parse"]]
             parser.add_argument(f"--{flag_name(item.name)}", metavar=metavar, help=text)
 
 
@@ -166,13 +171,18 @@ def markdown_table() -> str:
     for item in fields(ServeConfig):
         flag = "MODEL" if item.metadata["positional"] else f"--{flag_name(item.name)}"
         choices = f" ({', '.join(item.metadata['choices'])})" if item.metadata["choices"] else ""
-        default = "" if item.default in (None, ()) else f"`{item.default}`"
+        default = f"`{text}`" if (text := default_text(item.default, item.metadata["parse"])) else ""
         rows.append(f"| `{flag}` | `{env_name(item.name)}` | {default} | {item.metadata['help']}{choices} |")
     return "\n".join(rows)
 
 
-def default_note(default: object) -> str:
-    return "" if default in (None, ()) else f", default {default}"
+def default_text(default: Any, parse: Callable[[str], Any]) -> str:
+    """The default as it would be typed; empty where there is none."""
+    if default in (None, ()):
+        return ""
+    if parse is parse_size:
+        return f"{default // 1024**2}MiB"
+    return f"{default:g}" if parse is float else str(default).lower()
 
 
 def read_config(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> ServeConfig:

@@ -14,6 +14,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -26,8 +27,7 @@ CHILD_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 
 
 def run_engine(connection: Connection, config: EngineConfig) -> None:
-    """Entry of the engine process. Ctrl-C reaches the whole terminal group: the server decides, not the child."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Entry of the engine process."""
     from server.engine.worker import run
 
     run(connection, config)
@@ -55,7 +55,7 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_end = context.Pipe()
         self._process = context.Process(target=self._main, args=(child_end, self._config), name="ropeway-engine")
-        self._process.start()
+        start_deaf(self._process)
         child_end.close()
         threading.Thread(target=self._read, args=(self._process,), name="ropeway-reader", daemon=True).start()
         threading.Thread(target=self._write, name="ropeway-writer", daemon=True).start()
@@ -87,6 +87,16 @@ class EngineProcess:
             self._outbox.put(Shutdown())
             self._outbox.put(None)
             await asyncio.to_thread(end_process, self._process, seconds)
+
+
+def start_deaf(process: SpawnProcess) -> None:
+    """Start a child that Ctrl-C in the terminal never reaches, not even before its own first line runs."""
+    resource_tracker.ensure_running()  # its own start would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_process(process: SpawnProcess, seconds: float) -> None:

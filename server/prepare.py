@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from server.engine.messages import Progress
+from server.engine_process import start_deaf
 from server.service import StartupError
 
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
@@ -23,11 +23,11 @@ async def prepare(model: str | None, on_progress: Callable[[Progress], None]) ->
     if model is not None and is_servable(Path(model)):
         return Path(model)
     check_exists(model)
-    on_progress(Progress("convert", model or "the demo model"))
+    on_progress(Progress("convert"))
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=prepare_aside, args=(sender, model), name="ropeway-prepare", daemon=True)
-    process.start()
+    start_deaf(process)
     sender.close()
     try:
         return await follow(receiver, on_progress)
@@ -65,7 +65,6 @@ async def follow(receiver: Connection, on_progress: Callable[[Progress], None]) 
 
 def prepare_aside(sender: Connection, model: str | None) -> None:
     """Entry of the preparing process. Its one line of refusal goes to the parent, which prints it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         sender.send(canonical_folder(model, sender.send))
     except Exception as error:
@@ -91,4 +90,4 @@ def download(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=HUB_FILES))
     except Exception as error:
         reason = str(error).splitlines()[0]
-        raise StartupError(f"cannot download {model} from the hub: {reason}") from None
+        raise StartupError(f"no {model} here, and the hub does not give it: {reason}") from None

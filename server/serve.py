@@ -6,6 +6,7 @@ Knows processes and signals, no route: what is served is app.py's.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import sys
 import time
@@ -40,27 +41,39 @@ QUESTION = "What is the capital of France?"
 
 
 class DrainingServer(uvicorn.Server):
-    """A first signal only starts the drain: listeners stay open, so that probes and clients are told. A second ends."""
+    """A first signal starts the drain: listeners stay open, so that probes and clients are told. A second ends it."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
         self._deadline = 0.0
+        self._told = False
         service.on_failure = self.stop
 
     def stop(self) -> None:
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._service.draining:
-            self.should_exit = self.force_exit = True
+        patience = 0.0 if self._service.draining else self._service.config.drain_timeout
         self._service.draining = True
-        self._deadline = time.monotonic() + self._service.config.drain_timeout
+        self._deadline = time.monotonic() + patience
 
     async def on_tick(self, counter: int) -> bool:
         if self._service.draining and not self.should_exit:
             self.should_exit = self._drained()
+            self._tell_once()
         return await super().on_tick(counter)
+
+    def _tell_once(self) -> None:
+        client = self._service.client
+        if not self._told and not self.should_exit and client is not None:
+            seconds = self._service.config.drain_timeout
+            print(
+                f"ropeway: finishing {client.open_sequences} open requests, {seconds:g} s at most (--drain-timeout); "
+                "another signal ends at once",
+                flush=True,
+            )
+        self._told = True
 
     def _drained(self) -> bool:
         """Nothing is left to finish, or its time is over; then it is ended here."""
@@ -161,7 +174,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise StartupError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port"
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another "
+            f"{'--port' if error.errno in (errno.EADDRINUSE, errno.EACCES) else '--host'}"
         ) from None
     return listener
 

@@ -6,6 +6,7 @@ Knows no routes: they ask it whether they may work, and for the parts to work wi
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -37,7 +38,7 @@ class Service:
     def __init__(self, config: ServeConfig, prepare: Prepare, make_client: MakeClient = EngineClient) -> None:
         self.config = config
         self.started_at = time.time()
-        self.phase, self.detail = "load", ""
+        self.phase, self.detail, self._stage = "load", "", ""
         self.failure: str | None = None
         self.draining = False
         self._serials = itertools.count()
@@ -94,7 +95,12 @@ class Service:
             self.kv.observe(output)
 
     def _show(self, progress: Progress) -> None:
+        """Keep the news for /startupz; each stage of a conversion is printed as well, since it may take minutes."""
         self.phase, self.detail = progress.phase, progress.detail
+        stage = re.sub(r" \d+ %$", "", progress.detail)
+        if progress.phase == "convert" and stage and stage != self._stage:
+            print(f"ropeway: conversion: {stage}", file=sys.stderr, flush=True)
+            self._stage = stage
 
     def fail(self, text: str) -> None:
         """Keep and print the first failure; what follows is its consequence."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,7 +44,7 @@ def test_help_lists_the_commands_and_every_setting() -> None:
         (["fly"], "fly"),
         (["serve", "--port", "x"], "--port: 'x' is not a whole number"),
         (["serve", "--device", "tpu"], "not one of auto, cpu, cuda"),
-        (["serve", "--unknown-flag"], "--unknown-flag"),
+        (["serve", "--unknown-flag"], "ropeway serve: error: unrecognized arguments: --unknown-flag"),
     ],
 )
 def test_wrong_usage_is_2(arguments: list[str], message: str) -> None:
@@ -78,7 +80,50 @@ def test_chat_says_why_it_cannot(scripted: LiveServer) -> None:
     refused = ropeway("chat", scripted.url, text="hello\n")
     assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "API key" in refused.stderr
     absent = ropeway("chat", "http://127.0.0.1:9", text="hello\n")
-    assert absent.returncode == 1 and absent.stderr.count("\n") == 1
+    assert absent.returncode == 1 and absent.stderr.count("\n") == 1 and "`ropeway serve`" in absent.stderr
+    no_scheme = ropeway("chat", "127.0.0.1:8000")
+    assert no_scheme.returncode == 1 and "expected something like http://" in no_scheme.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kv-cache-dtype", "int8"], "--kv-cache-dtype int8: cannot be stored yet"),
+        (["--quantization", "int8"], "--quantization int8: weights are served unquantised"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2: a model is served by 1 device"),
+    ],
+)
+def test_a_setting_that_is_not_served_is_refused_not_ignored(
+    tiny_model: Callable[..., Path], flags: list[str], message: str
+) -> None:
+    done = ropeway("serve", str(tiny_model()), "--port", "0", *flags)
+    assert done.returncode == 1 and done.stderr.startswith(f"ropeway: {message}") and done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_at_any_moment_of_the_start_ends_without_a_traceback(tiny_model: Callable[..., Path]) -> None:
+    """Once as soon as the port is open, when the child is being born, and once when the engine's first file is read."""
+    for marker in ("spawn_main", "torch"):
+        command = [sys.executable, "-m", "server", "serve", str(tiny_model()), "--port", "0"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY, start_new_session=True
+        )
+        assert process.stdout is not None and "listening" in process.stdout.readline()
+        wait_for_child(process, marker)
+        os.killpg(process.pid, signal.SIGINT)
+        rest = process.communicate(timeout=30)[0]
+        assert process.returncode == 0 and "Traceback" not in rest and "KeyboardInterrupt" not in rest, rest
+
+
+def wait_for_child(process: subprocess.Popen[str], marker: str) -> None:
+    """Until a child's command line or memory map names `marker`, for at most 30 s."""
+    deadline = time.monotonic() + 30
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while time.monotonic() < deadline:
+        for pid in children.read_text().split():
+            with contextlib.suppress(OSError):
+                if any(marker in Path(f"/proc/{pid}/{name}").read_text() for name in ("cmdline", "maps")):
+                    return
+    raise AssertionError(f"no child with {marker}")
 
 
 def test_serve_runs_a_real_model_and_ends_with_0(

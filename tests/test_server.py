@@ -360,7 +360,8 @@ def test_a_second_signal_ends_at_once(server: Launch) -> None:
         live.process.terminate()
         until(lambda: httpx.get(f"{live.url}/readyz").status_code == 503)
         live.process.terminate()
-        live.process.wait(5)
+        assert live.process.wait(5) == 0
+    assert "finishing 1 open request" in live.output and "Traceback" not in live.output
 
 
 def test_a_signal_while_loading(server: Launch) -> None:

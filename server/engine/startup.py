@@ -128,15 +128,30 @@ def build_engine(config: EngineConfig, report: Report = lambda progress: None) -
     return machine.engine(machine.info(phases))
 
 
+def _refuse_unserved(config: EngineConfig) -> None:
+    """Settings that this version or this machine cannot honour, before anything is compiled or loaded."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda: torch sees no CUDA device; install a CUDA build of torch, or use --device cpu"
+        )
+    if config.tensor_parallel_size != 1:
+        raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: a model is served by 1 device so far")
+    if config.quantization is not None:
+        raise ConfigError(f"--quantization {config.quantization}: weights are served unquantised so far; leave it out")
+    if config.kv_cache_dtype not in ("auto", *STORED_KV_DTYPES):
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: cannot be stored yet; use auto, {', '.join(STORED_KV_DTYPES)}"
+        )
+
+
 def _assemble(config: EngineConfig, phases: Phases) -> Machine:
+    _refuse_unserved(config)
     device = torch.device(_best_device() if config.device == "auto" else config.device)
     folder, ops = Path(config.model), ops_for(device)
     model = load_config(folder)
     dtype = _dtype(config, model, ops, device)
     limits = _limits(config, model)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    if kv_dtype not in STORED_KV_DTYPES:
-        raise ConfigError(f"kv_cache_dtype {kv_dtype!r} cannot be stored yet: use auto, {', '.join(STORED_KV_DTYPES)}")
     layout = layout_for(model, config.page_size, kv_dtype)
 
     def progress(done: int, layers: int) -> None:

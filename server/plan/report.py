@@ -10,6 +10,7 @@ from shlex import quote
 
 from server.plan.advice import Change
 from server.plan.compare import DTYPES, FORMULA
+from server.plan.options import WEIGHT_DTYPES
 from server.plan.result import Plan, Preemption
 from server.plan.waterfall import Scenario
 
@@ -151,6 +152,8 @@ def launch_lines(plan: Plan) -> list[str]:
     model, scenario = plan.model, plan.scenario
     if model.serve_as is None:
         return []
+    if scenario.ranks > 1 or scenario.cache_dtype not in WEIGHT_DTYPES:
+        return ["  A forecast: ropeway serve takes neither several devices nor quantised caches so far."]
     flags = {
         "max-model-len": scenario.context, "max-num-seqs": scenario.concurrency, "page-size": scenario.page_size,
         "max-num-batched-tokens": scenario.step_tokens, "kv-cache-memory": plan.outcome.needed,

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ PREBUILT = {
     "x86-64-v3": V3,
 }
 """CPU flags that a library built ahead of time needs, best first."""
+
+
+SCRATCH = "unfinished-"
 
 
 class UnavailableError(Exception):
@@ -50,6 +54,8 @@ def find_library() -> Path:
     library = folder / f"ropeway-{_digest(compiler, flags)}.so"
     with _lock(folder / "build.lock"):
         if not library.exists():
+            remove_unfinished(folder)
+            print(f"ropeway: compiling the CPU kernels into {folder}, once", file=sys.stderr, flush=True)
             compile_library(compiler, flags, library)
     return library
 
@@ -90,7 +96,7 @@ def cache_folder() -> Path:
 def compile_library(compiler: list[str], flags: list[str], library: Path) -> None:
     """One object a source, side by side, then the link; the library appears whole or not at all."""
     log = library.with_suffix(".log")
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch, log.open("wb") as output:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=library.parent) as scratch, log.open("wb") as output:
         objects = [Path(scratch) / f"{source.stem}.o" for source in _units()]
         commands = [
             [*compiler, *flags, "-c", str(source), "-o", str(target)]
@@ -104,6 +110,12 @@ def compile_library(compiler: list[str], flags: list[str], library: Path) -> Non
             raise UnavailableError(f"the C++ compiler failed ({_first_error(log)}): see {log}")
         whole.chmod(0o500)
         whole.replace(library)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What a build that was killed left behind; the caller holds the lock."""
+    for scratch in folder.glob(f"{SCRATCH}*"):
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _first_error(log: Path) -> str:
