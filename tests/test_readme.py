@@ -51,7 +51,7 @@ def test_bytes_a_token() -> None:
 
 @pytest.mark.slow
 def test_the_proof_of_the_demo_model(tmp_path: Path) -> None:
-    from convert.cache import demo_model_file
+    from convert.demo import demo_model_file
 
     ropeway("convert", str(demo_model_file()), str(tmp_path / "demo"))
     proof = json.loads((tmp_path / "demo" / "conversion_report.json").read_text())["proof"]
