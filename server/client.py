@@ -130,6 +130,7 @@ class EngineClient:
             for timer in timers:
                 timer.cancel()
             self._close(stream)
+            stream.end()
 
     def _admit(self, submits: Sequence[Submit]) -> Stream:
         if self.failure is not None:

@@ -32,9 +32,10 @@ class Stream:
         self._wake.set()
 
     def end(self) -> None:
-        """Nothing more is wanted."""
+        """Nothing more is wanted. An error that was raised holds, by its traceback, the stream that holds it."""
         self.open.clear()
         self._rows.clear()
+        self._error = None
 
     def cut(self, error: Exception) -> None:
         """End with an error once the rows that are already here have been read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ import pytest
 
 from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
 from server.engine.messages import EngineConfig, Row, SamplingParams, Submit
+from server.stream import Stream
 from tests import scripted_engine
 from tests.scripted_engine import CRASH, KILL, SILENT
 
@@ -123,6 +125,22 @@ def test_a_deadline_cuts_a_silent_request(limit: str) -> None:
             await read(client, submit("late", [1], seed=SILENT), **{limit: 0.05})
         assert cut.value.reason == limit
         assert await aborted(client) == {"late": limit}
+
+    with_client(test)
+
+
+def test_a_cut_stream_is_not_left_to_the_garbage_collector() -> None:
+    """A full collection may be thousands of requests away, and a stream holds its prompt."""
+
+    async def test(client: EngineClient) -> None:
+        gc.collect()
+        gc.disable()
+        try:
+            with pytest.raises(StreamCutError):
+                await read(client, submit("late", [1], seed=SILENT), timeout=0.01)
+            assert not any(type(thing) is Stream for thing in gc.get_objects())
+        finally:
+            gc.enable()
 
     with_client(test)
 

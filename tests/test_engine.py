@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ from model.decoder import Decoder
 from model.kv_cache import KVCache
 from server.engine.messages import Abort, EngineConfig, GrammarSpec, Query, Row, SamplingParams, Submit
 from server.engine.plan import PlanRow
+from server.engine.request import Request, Sequence
 from server.engine.startup import build_engine
 from server.engine.warm_up import mixed_chunk
 from tests.fake_device import FULL, VOCAB, Rig, expected, finishes, outputs, rig, windowed
@@ -414,3 +416,41 @@ def test_a_grammar_is_refused_rather_than_ignored() -> None:
     engine.engine.add(Submit("g", Submit.pack([1]), SamplingParams(3), grammar=GrammarSpec("regex", "a+")))
     (row,) = engine.run()
     assert row.finish == "error" and "structured output" in str(row.error)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """A full collection may be thousands of requests away, so nothing may wait for one."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(3),
+        SamplingParams(3, n=3, logprobs=2),
+        SamplingParams(3, best_of=2, prompt_logprobs=1, presence_penalty=1.0),
+        SamplingParams(0, prompt_logprobs=1),
+    ],
+    ids=["plain", "choices", "ranked", "scored"],
+)
+def test_a_request_that_is_over_leaves_nothing(
+    tiny_model: Callable[..., Path], no_collection: None, params: SamplingParams, overlaps: bool
+) -> None:
+    engine = Setup(overlaps=overlaps).engine(tiny_model())
+    before = kept()
+    run(engine, *(Submit(f"r{number}", Submit.pack([1, 2, 3, number]), params) for number in range(4)))
+    engine.add(Submit("left", Submit.pack([1, 2, 3]), params))
+    engine.step()
+    engine.abort(Abort(("left",)))
+    run(engine, Submit("refused", b"", params))
+    run(engine, Submit("next", Submit.pack([1]), SamplingParams(1)))
+    assert kept() == before
+
+
+def kept() -> int:
+    return sum(type(thing) in (Request, Sequence) for thing in gc.get_objects())

@@ -80,6 +80,7 @@ class Engine:
         error = self._bad_token(request) or self.scheduler.refusal(request) or self._constrain(request, submit.grammar)
         if error is not None:
             self._rows.append(Row(submit.id, 0, finish="error", error=error))
+            request.let_go()
             return
         self._requests[submit.id] = request
         self.scheduler.add(request)
@@ -316,6 +317,7 @@ class Engine:
     def _forget_if_done(self, request: Request) -> None:
         if all(sequence.finished for sequence in request.sequences):
             self._requests.pop(request.id, None)
+            request.let_go()
 
     # ---- books --------------------------------------------------------------------------------------------
 

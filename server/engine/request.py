@@ -163,6 +163,10 @@ class Request:
         for sequence in self.sequences:
             sequence.matcher = matcher.copy()
 
+    def let_go(self) -> None:
+        """It is over. Sequences refer to it: as a circle they would stay in memory until a full garbage collection."""
+        self.sequences, self.unstarted = [], []
+
     @cached_property
     def root_key(self) -> Key:
         return root_key(self.salt)
