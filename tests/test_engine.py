@@ -374,12 +374,13 @@ def test_max_tokens_0_scores_the_prompt_and_ends(tiny_model: Callable[..., Path]
     assert [one.token for one in scored[1:] if one] == list(range(1, 20))
 
 
-def test_the_last_row_tells_cost_and_times() -> None:
+def test_the_first_row_tells_times_and_the_last_cost_as_well() -> None:
     engine = rig()
     engine.submit("a", [1] * 9, n=2, max_tokens=4)
     rows = engine.run()
     first, last = rows[0], rows[-1]
-    assert (first.cached_tokens, first.usage, first.times) == (0, None, None)
+    assert (first.cached_tokens, first.usage) == (0, None)
+    assert first.times is not None and first.times.decode == 0
     assert last.cached_tokens is None and last.usage is not None and last.times is not None
     assert last.usage.peak_pages == 3 and last.usage.kv_peak_bytes == 3 * engine.engine.tables.pools[0].page_bytes
     assert (last.times.queue, last.times.prefill, last.times.decode) == (7e-9, 0, 21e-9)
