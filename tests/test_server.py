@@ -355,13 +355,16 @@ def test_at_the_drain_deadline_streams_get_an_error_event(server: Launch) -> Non
 
 def test_a_second_signal_ends_at_once(server: Launch) -> None:
     live = server("--drain-timeout", "1000", *HUGE_CONTEXT)
-    with raw_request(live, ENDLESS | {"stream": True}) as connection:
-        assert connection.recv(100)
+    with httpx.stream("POST", f"{live.url}/v1/completions", json=ENDLESS | {"stream": True}, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
         live.process.terminate()
-        until(lambda: httpx.get(f"{live.url}/readyz").status_code == 503)
+        until(lambda: "finishing 1 open request" in live.output)
         live.process.terminate()
-        assert live.process.wait(5) == 0
-    assert "finishing 1 open request" in live.output and "Traceback" not in live.output
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "drain" and rest[-1] == "data: [DONE]"
+    assert live.process.wait(10) == 0
+    assert "Traceback" not in live.output
 
 
 def test_a_signal_while_loading(server: Launch) -> None:
