@@ -33,6 +33,8 @@ from server.engine.messages import (
 
 KILL, CRASH, SILENT, ERROR = 1001, 1002, 1003, 1004
 """Faults by seed, from the third token on: exit 9; Crashed; never a row; an error row."""
+SILENT_IS_IN = "scripted engine: a silent request is in"
+"""Printed, since nothing else tells that such a request has crossed the pipe."""
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES = 259, 4, 65
 
 
@@ -129,6 +131,8 @@ class ScriptedEngine:
         if isinstance(message, Submit):
             self.prompts += len(message.token_ids())
             self.running += [Running(message, choice) for choice in range(message.params.n)]
+            if message.params.seed == SILENT:
+                print(SILENT_IS_IN, flush=True)
         elif isinstance(message, Abort):
             self.aborted += [(id, message.reason) for id in message.ids]
             self.aborted += [(f"{id}/{choice}", message.reason) for id, choice in message.choices]

@@ -29,6 +29,10 @@ class LoopLag:
             self.held.add(max(0.0, self._clock() - due))
 
 
+SHORTEST = 1.0
+"""Seconds of the machine's CPU time: the system counts in ticks of 10 ms, a share of fewer than 100 says nothing."""
+
+
 class CpuWatch:
     """CPU time of this process, of the server (where it listens on this machine), and of everything else. Linux."""
 
@@ -49,7 +53,7 @@ class CpuWatch:
     def summary(self) -> dict[str, float | None]:
         """Shares of the machine's whole CPU time, 0 to 1; `client_core` is a share of one core."""
         whole, own, servers, busy = (now - then for now, then in zip(self._read(), self._before, strict=True))
-        if whole <= 0:
+        if whole < SHORTEST:
             return {"client": None, "servers": None, "others": None, "client_core": None}
         cores = os.cpu_count() or 1
         return {
