@@ -7,10 +7,12 @@ Seeds choose a fault: see FAULTS. A folder named crash or die fails at start.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from server.engine.messages import (
     Abort,
@@ -191,5 +193,7 @@ def run(connection: Connection, config: EngineConfig) -> None:
         connection.send(Crashed("no such checkpoint: told to crash"))
         return
     connection.send(Progress("load", "scripted"))
+    while config.model.endswith("slow") and not Path(config.model, "go").exists():
+        time.sleep(0.02)
     connection.send(Ready(info(config)))
     ScriptedEngine(connection).serve()
