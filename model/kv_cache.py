@@ -6,15 +6,18 @@ Knows neither requests nor which page is whose; page 0 of every group is scratch
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from model.kv_cost import KVLayout
+from model.kv_cost import DTYPE_BYTES, KVGroup, KVLayout
 from model.ops.interface import LayerKV
 
 
 class KVCache:
     """Storage of a group: [layers, 2 (k, v), num_pages, Hkv, page_size, d]. Contents start undefined.
 
-    On a CPU the system commits memory at first touch, so an idle pool costs next to nothing.
+    Of a quantised group: bytes [layers, 2, num_pages, Hkv, page_size * (d + 4)], where the values of a head's page come
+    first and their fp32 scales behind them. On a CPU the system commits memory at first touch, so an idle pool costs
+    next to nothing.
     """
 
     def __init__(self, layout: KVLayout, num_pages: tuple[int, ...], device: torch.device | str) -> None:
@@ -22,11 +25,7 @@ class KVCache:
         self.layout = layout
         self.num_pages = num_pages
         self.storages = tuple(
-            torch.empty(
-                (len(group.layers), 2, pages, group.kv_heads, layout.page_size, group.head_dim),
-                dtype=getattr(torch, group.dtype),
-                device=device,
-            )
+            _allocate(group, pages, layout.page_size, device)
             for group, pages in zip(layout.groups, num_pages, strict=True)
         )
         self._place = {
@@ -36,7 +35,11 @@ class KVCache:
 
     def _view(self, group: int, row: int) -> LayerKV:
         k, v = self.storages[group].unbind(0)[row].unbind(0)
-        return LayerKV(k, v)
+        kind, size = self.layout.groups[group], self.layout.page_size
+        if not kind.scale_bytes:
+            return LayerKV(k, v)
+        (k, k_scale), (v, v_scale) = (_values_and_scales(pages, kind, size) for pages in (k, v))
+        return LayerKV(k, v, k_scale, v_scale)
 
     def layer(self, layer: int) -> LayerKV:
         """Views of one layer's keys and values."""
@@ -50,3 +53,20 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes allocated, as the storages report them."""
         return sum(storage.untyped_storage().nbytes() for storage in self.storages)
+
+
+def _allocate(group: KVGroup, pages: int, page_size: int, device: torch.device | str) -> Tensor:
+    places = (len(group.layers), 2, pages, group.kv_heads)
+    if not group.scale_bytes:
+        shape, dtype = (*places, page_size, group.head_dim), getattr(torch, group.dtype)
+        return torch.empty(shape, dtype=dtype, device=device)
+    values = page_size * group.head_dim * DTYPE_BYTES[group.dtype]
+    assert values % group.scale_bytes == 0, f"scales of pages of {values} bytes are not aligned"
+    return torch.empty((*places, values + page_size * group.scale_bytes), dtype=torch.uint8, device=device)
+
+
+def _values_and_scales(pages: Tensor, group: KVGroup, page_size: int) -> tuple[Tensor, Tensor]:
+    """pages [num_pages, Hkv, bytes] -> views [num_pages, Hkv, page_size, d] and f32 [num_pages, Hkv, page_size]."""
+    end = pages.shape[2] - page_size * group.scale_bytes
+    values = pages[:, :, :end].view(getattr(torch, group.dtype))
+    return values.view(*pages.shape[:2], page_size, group.head_dim), pages[:, :, end:].view(torch.float32)

@@ -22,10 +22,16 @@ KV_CUT = 64
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """The cache of one layer: views into its group's pool. Page layout is head-major."""
+    """The cache of one layer: views into its group's pool. Page layout is head-major.
+
+    A quantised cache (int8, float8_e4m3fn) has a scale beside each key and value of each head, in the same page: rows
+    mean k * k_scale. There the views are strided, since the scales of a page follow its values.
+    """
 
     k: Tensor  # [num_pages, Hkv, page_size, d]
     v: Tensor  # [num_pages, Hkv, page_size, d]
+    k_scale: Tensor | None = None  # [num_pages, Hkv, page_size] f32
+    v_scale: Tensor | None = None  # [num_pages, Hkv, page_size] f32
 
     @property
     def page_size(self) -> int:
@@ -88,11 +94,17 @@ class Ops(Protocol):
         slots: Tensor,  # [T]
         kv: LayerKV,
     ) -> Tensor:
-        """Rotate q and k (split-half pairs over the first n of d), write k and v to their slots; q [T, Hq, d]."""
+        """Rotate q and k (split-half pairs over the first n of d), write k and v to their slots; q [T, Hq, d].
+
+        A quantised cache gets the rows in qkv's dtype, quantised as model/ops/quantised_kv.py does.
+        """
         ...
 
     def attention(self, q: Tensor, kv: LayerKV, tables: AttentionTables, scale: float, window: int | None) -> Tensor:
-        """q [T, Hq, d] -> [T, Hq * d]. Causal by position; window W lets position i see (i - W, i]."""
+        """q [T, Hq, d] -> [T, Hq * d]. Causal by position; window W lets position i see (i - W, i].
+
+        A quantised cache is read as fp32: value * scale.
+        """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -100,7 +112,7 @@ class Ops(Protocol):
         ...
 
     def copy_pages(self, kv: LayerKV, src: Tensor, dst: Tensor) -> None:
-        """Copy whole pages, src [N] to dst [N]."""
+        """Copy whole pages with their scales, src [N] to dst [N]."""
         ...
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from model.batch import SampleBatch, Sampled
 from model.ops.interface import AttentionTables, LayerKV, PackedLinear
+from model.ops.quantised_kv import quantise
 from model.ops.reference_attention import paged_attention
 from model.ops.reference_linear import PlainLinear, ReorderedLinear, pack
 from model.ops.reference_sampling import sample
@@ -53,8 +54,8 @@ class ReferenceOps:
         if q_norm is not None and k_norm is not None:
             q, k = rms_norm(q, q_norm, norm_eps), rms_norm(k, k_norm, norm_eps)
         rows = cos_sin.index_select(0, positions).unsqueeze(1)  # [T, 1, n]
-        _write(kv.k, slots, rotate(k, rows))
-        _write(kv.v, slots, v)
+        _write(kv.k, kv.k_scale, slots, rotate(k, rows))
+        _write(kv.v, kv.v_scale, slots, v)
         return rotate(q, rows)
 
     def attention(self, q: Tensor, kv: LayerKV, tables: AttentionTables, scale: float, window: int | None) -> Tensor:
@@ -65,8 +66,9 @@ class ReferenceOps:
         return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
     def copy_pages(self, kv: LayerKV, src: Tensor, dst: Tensor) -> None:
-        kv.k[dst] = kv.k[src]
-        kv.v[dst] = kv.v[src]
+        for pages in (kv.k, kv.v, kv.k_scale, kv.v_scale):
+            if pages is not None:
+                pages[dst] = pages[src]
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
         return sample(logits, batch)
@@ -88,11 +90,13 @@ def rotate(heads: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def _write(cache: Tensor, slots: Tensor, heads: Tensor) -> None:
-    """cache [pages, Hkv, page_size, d]; heads [T, Hkv, d] go to slots [T]."""
-    _, kv_heads, page_size, _ = cache.shape
-    page = torch.div(slots, page_size, rounding_mode="floor").unsqueeze(1)
+def _write(cache: Tensor, scale: Tensor | None, slots: Tensor, heads: Tensor) -> None:
+    """cache [pages, Hkv, page_size, d], scale [pages, Hkv, page_size]; heads [T, Hkv, d] go to slots [T]."""
+    _, kv_heads, page_size, head_dim = cache.shape
+    page, offset = torch.div(slots, page_size, rounding_mode="floor"), slots % page_size
+    if scale is not None:
+        cache[page, :, offset], scale[page, :, offset] = quantise(heads, cache.dtype)
+        return
     head = torch.arange(kv_heads, device=slots.device)
-    row = (page * kv_heads + head) * page_size + (slots % page_size).unsqueeze(1)  # [T, Hkv]
-    flat = cache.view(-1, cache.shape[3])
-    flat.index_copy_(0, row.flatten(), heads.to(cache.dtype).reshape(-1, cache.shape[3]))
+    row = (page.unsqueeze(1) * kv_heads + head) * page_size + offset.unsqueeze(1)  # [T, Hkv]
+    cache.view(-1, head_dim).index_copy_(0, row.flatten(), heads.to(cache.dtype).reshape(-1, head_dim))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model.ops.interface import KV_CUT, AttentionTables, LayerKV
+from model.ops.quantised_kv import dequantise
 
 ROW_MULTIPLE = 4
 BLOCK_ELEMENTS = 1 << 22
@@ -129,8 +130,8 @@ def _cut_pieces(
     seen = (position <= newest) & (position >= oldest)  # [B, C, N, 64]
     held = (position <= newest.amax(2, keepdim=True)) & (position >= oldest[:, :, :1])
     index = _rows_of_cuts(kv, page_table, cuts)
-    keys = _wide(_gather(kv.k, index))  # [B * C * Hkv, 64, d]
-    values = _wide(_zero_unless(_gather(kv.v, index), held, kv_heads))
+    keys = _wide(_gather(kv.k, kv.k_scale, index))  # [B * C * Hkv, 64, d]
+    values = _wide(_zero_unless(_gather(kv.v, kv.v_scale, index), held, kv_heads))
     asked = rows.unsqueeze(1).expand(*shape, head_dim).reshape(-1, num_rows, head_dim)
     scores = torch.bmm(asked, keys.transpose(1, 2)).view(*shape, KV_CUT)
     scores = scores.masked_fill_(~seen.unsqueeze(2), -math.inf)
@@ -168,10 +169,22 @@ def _rows_of_cuts(kv: LayerKV, page_table: Tensor, cuts: Tensor) -> Tensor:
     return ((page * kv_heads + head) * parts + part).flatten()
 
 
-def _gather(cache: Tensor, index: Tensor) -> Tensor:
+def _gather(cache: Tensor, scale: Tensor | None, index: Tensor) -> Tensor:
+    """The picked rows as cuts [B * C * Hkv, 64, d], in the cache's dtype; of a quantised cache in fp32."""
+    if scale is not None:
+        return dequantise(_gather_strided(cache, index), _gather_strided(scale, index))
     granule = math.gcd(cache.shape[2], KV_CUT)
     picked = cache.view(-1, granule * cache.shape[3]).index_select(0, index)
     return picked.view(-1, KV_CUT, cache.shape[3])
+
+
+def _gather_strided(cache: Tensor, index: Tensor) -> Tensor:
+    """cache [pages, Hkv, page_size, ...], whose heads' pages lie apart -> [B * C * Hkv, 64, ...]."""
+    granule = math.gcd(cache.shape[2], KV_CUT)
+    parts = cache.shape[2] // granule
+    rows = cache.view(-1, parts, granule, *cache.shape[3:])
+    picked: Tensor = rows[torch.div(index, parts, rounding_mode="floor"), index % parts]
+    return picked.view(-1, KV_CUT, *cache.shape[3:])
 
 
 def _zero_unless(values: Tensor, held: Tensor, kv_heads: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The operations of model/ops/interface.py through the native library, on CPU tensors.
 
 Knows pointers and shapes, no model; the arithmetic is in csrc/. fp32 and bf16 are native, other dtypes go to
-the reference operations.
+the reference operations, and so do quantised caches.
 """
 
 from __future__ import annotations
