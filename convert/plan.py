@@ -15,9 +15,8 @@ from convert.dtypes import NUMPY, Array, all_finite, cast
 from convert.errors import ConvertError
 from convert.rope_pairing import to_split_half
 from convert.source import Source, SourceTensor
-
-Shape = tuple[int, ...]
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+from model.config import ConfigError, ModelConfig
+from model.tensor_shapes import Shape, tensor_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,46 +36,24 @@ class Target:
         return int(np.prod(self.shape, dtype=np.int64)) * NUMPY[self.dtype].itemsize
 
 
-def expected_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Every tensor that this config needs, in the order of the layers, with its shape."""
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    attention_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
-    qkv_bias = attention_bias or config["model_type"] == "qwen2"
-    linears: dict[str, tuple[int, int, bool]] = {
-        "self_attn.q_proj": (q, hidden, qkv_bias), "self_attn.k_proj": (kv, hidden, qkv_bias),
-        "self_attn.v_proj": (kv, hidden, qkv_bias), "self_attn.o_proj": (hidden, q, attention_bias),
-        "mlp.gate_proj": (inner, hidden, mlp_bias), "mlp.up_proj": (inner, hidden, mlp_bias),
-        "mlp.down_proj": (hidden, inner, mlp_bias),
-    }  # fmt: skip
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if config["model_type"] == "qwen3":
-        norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim}
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for name, (rows, columns, bias) in linears.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-        shapes |= {f"{prefix}{name}.weight": (width,) for name, width in norms.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    return shapes
-
-
 def make_plan(source: Source, dtype: str | None = None) -> list[Target]:
     """One target for every tensor the config needs. Raises ConvertError unless sources and needs match exactly."""
     config = source.values()
-    if config["model_type"] not in MODEL_TYPES:
-        raise ConvertError(f"model_type {config['model_type']!r} is not supported", source.path)
-    if config["head_dim"] < 2 or config["head_dim"] % 2:
-        raise ConvertError(f"head_dim is {config['head_dim']}, RoPE needs an even number", source.path)
+    shapes = tensor_shapes(_servable(source, config))
     by_target = {target: source.table[name] for name, target in source.names.items()}
-    shapes = expected_shapes(config)
     _account(source, shapes, by_target)
     return [_target(source, config, name, shape, by_target[name], dtype) for name, shape in shapes.items()]
+
+
+def _servable(source: Source, config: Mapping[str, Any]) -> ModelConfig:
+    """What cannot be served must be refused now, not by the server that is started on the result."""
+    layers = config["num_hidden_layers"]
+    if isinstance(layers, int) and layers > len(source.table):
+        raise ConvertError(f"num_hidden_layers is {layers}, with {len(source.table)} tensors", source.path)
+    try:
+        return ModelConfig.from_dict(config)
+    except ConfigError as error:
+        raise ConvertError(str(error), source.path) from None
 
 
 def _account(source: Source, shapes: dict[str, Shape], by_target: dict[str, SourceTensor]) -> None:

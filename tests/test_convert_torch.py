@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -154,18 +155,22 @@ def test_views_and_types_read_as_torch_reads_them(dtype: torch.dtype, tmp_path: 
         assert got.tobytes() == bits.numpy().tobytes(), name
 
 
+@dataclass(frozen=True)
 class RunsCode:
+    proof: Path
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch /tmp/ropeway-must-not-exist",)
+        return os.system, (f"touch {self.proof}",)
 
 
 @pytest.mark.parametrize("where", ["value", "list"])
 def test_a_pickle_that_would_run_code_is_refused_by_name(where: str, tmp_path: Path) -> None:
-    bad: Any = RunsCode() if where == "value" else [RunsCode()]
+    proof = tmp_path / "must-not-exist"
+    bad: Any = RunsCode(proof) if where == "value" else [RunsCode(proof)]
     path = rewrite(tmp_path, pickle.dumps({"tok_embeddings.weight": bad}, protocol=2))
     with pytest.raises(ConvertError, match=r"a\.pth: the pickle asks for (posix|nt)\.system: refused"):
         read_torch(path)
-    assert not Path("/tmp/ropeway-must-not-exist").exists()
+    assert not proof.exists()
 
 
 @pytest.mark.parametrize("name", ["builtins eval", "torch load", "collections Counter", "torch._utils _rebuild"])
