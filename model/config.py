@@ -6,26 +6,16 @@ Knows no tensors and no weights; imports neither torch nor numpy, so that a plan
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-Json = Mapping[str, Any]
-T = TypeVar("T")
+from model.json_values import ConfigError as ConfigError
+from model.json_values import Json, agreed, number, optional, positive, require, token_ids
+from model.rope_config import RopeConfig as RopeConfig
+from model.rope_config import check_width, read_rope
 
-ROPE_KINDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-"""Every rotary scaling we compute, with the numbers it cannot do without."""
-
+DEEPEST = 10_000  # layers
 LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-class ConfigError(ValueError):
-    """A config.json that cannot be served: the message names the key, its value and what is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +29,19 @@ class Family:
     head_dim: int | None = None  # where the key is missing; None: hidden_size / num_attention_heads
     sliding_window: int | None = None  # where the key is missing
     window_switch: bool = False  # windows count only under use_sliding_window, from max_window_layers on
+    fused: bool = False  # q, k, v are one matrix in the file, and so are gate and up
+    rms_norm_eps: float = 1e-6  # where the key is missing
+    positions: int = 2048  # max_position_embeddings, where the key is missing
+    original_positions: int | None = None  # original_max_position_embeddings, where the key is missing
 
 
 FAMILIES = {
     "llama": Family(qkv_bias=None, o_bias=None, mlp_bias=None),
-    "mistral": Family(sliding_window=4096),
-    "qwen2": Family(qkv_bias=True, window_switch=True),
-    "qwen3": Family(qkv_bias=None, o_bias=None, qk_norm=True, head_dim=128, window_switch=True),
+    "mistral": Family(sliding_window=4096, positions=131072),
+    "phi3": Family(fused=True, rms_norm_eps=1e-5, positions=4096, original_positions=4096),
+    "qwen2": Family(qkv_bias=True, window_switch=True, positions=32768),
+    "qwen3": Family(qkv_bias=None, o_bias=None, qk_norm=True, head_dim=128, window_switch=True, positions=32768),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary positions. Factors beyond theta matter only to the kinds that name them in ROPE_KINDS."""
-
-    kind: str = "default"
-    theta: float = 10000.0
-    partial_rotary_factor: float = 1.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position_embeddings: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +66,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    fused: bool
     attention_scale: float
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -93,38 +76,45 @@ class ModelConfig:
         """Leading channels of a head that rotate; the rest pass through."""
         return int(self.head_dim * self.rope.partial_rotary_factor)
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens a sequence may have where that is asked for: a scaling can reach beyond max_position_embeddings."""
+        return max(self.max_position_embeddings, self.rope.reach(self.max_position_embeddings))
+
     @classmethod
     def from_dict(cls, raw: Json) -> ModelConfig:
         """Read a parsed config.json of transformers 4 or 5. Raises ConfigError."""
-        model_type = _require(raw, "model_type", str)
+        model_type = require(raw, "model_type", str)
         if model_type not in FAMILIES:
             raise ConfigError(f"model_type {model_type!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
         family = FAMILIES[model_type]
-        hidden, heads = _positive(raw, "hidden_size"), _positive(raw, "num_attention_heads")
+        hidden, heads = positive(raw, "hidden_size"), positive(raw, "num_attention_heads")
         head_dim = _head_dim(raw, family, hidden, heads)
-        bias = _optional(raw, "attention_bias", bool, False)
+        bias = optional(raw, "attention_bias", bool, False)
+        positions = positive(raw, "max_position_embeddings", default=family.positions)
         config = cls(
             model_type=model_type,
-            vocab_size=_positive(raw, "vocab_size"),
+            vocab_size=positive(raw, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_positive(raw, "intermediate_size"),
-            num_layers=_positive(raw, "num_hidden_layers"),
+            intermediate_size=positive(raw, "intermediate_size"),
+            num_layers=positive(raw, "num_hidden_layers", most=DEEPEST),
             num_heads=heads,
-            num_kv_heads=_positive(raw, "num_key_value_heads", default=heads),
+            num_kv_heads=positive(raw, "num_key_value_heads", default=heads),
             head_dim=head_dim,
-            rms_norm_eps=float(_optional(raw, "rms_norm_eps", float, 1e-6)),
-            max_position_embeddings=_positive(raw, "max_position_embeddings", default=2048),
-            tie_word_embeddings=_optional(raw, "tie_word_embeddings", bool, False),
-            dtype=_agreed(raw, ("dtype", "torch_dtype"), "float32"),
-            rope=_rope(raw),
+            rms_norm_eps=number(raw, "rms_norm_eps", family.rms_norm_eps),
+            max_position_embeddings=positions,
+            tie_word_embeddings=optional(raw, "tie_word_embeddings", bool, False),
+            dtype=agreed(raw, ("dtype", "torch_dtype"), "float32").removeprefix("torch."),
+            rope=_rope(raw, family, positions),
             windows=_windows(raw, family),
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             o_bias=bias if family.o_bias is None else family.o_bias,
-            mlp_bias=_optional(raw, "mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
+            mlp_bias=optional(raw, "mlp_bias", bool, False) if family.mlp_bias is None else family.mlp_bias,
             qk_norm=family.qk_norm,
+            fused=family.fused,
             attention_scale=head_dim**-0.5,
-            eos_token_ids=_token_ids(raw.get("eos_token_id"), "eos_token_id"),
-            bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"), "bos_token_id")), None),
+            eos_token_ids=token_ids(raw, "eos_token_id"),
+            bos_token_id=next(iter(token_ids(raw, "bos_token_id")), None),
         )
         _check(config, raw)
         return config
@@ -143,8 +133,8 @@ def load_config(folder: Path) -> ModelConfig:
     raw = dict(_read_json(folder / "config.json"))
     generation = folder / "generation_config.json"
     if generation.exists():
-        ids = _token_ids(raw.get("eos_token_id"), "eos_token_id")
-        more = _token_ids(_read_json(generation).get("eos_token_id"), "eos_token_id")
+        ids = token_ids(raw, "eos_token_id")
+        more = token_ids(_read_json(generation), "eos_token_id")
         raw["eos_token_id"] = list(dict.fromkeys(ids + more))
     return ModelConfig.from_dict(raw)
 
@@ -171,13 +161,14 @@ def _check(config: ModelConfig, raw: Json) -> None:
             f"rotary width {config.rotary_dim} (head_dim {config.head_dim} * partial_rotary_factor "
             f"{config.rope.partial_rotary_factor}) must be even and within the head"
         )
+    check_width(config.rope, config.rotary_dim)
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ConfigError(f"hidden_act {raw['hidden_act']!r} is not supported; known: silu")
 
 
 def _head_dim(raw: Json, family: Family, hidden: int, heads: int) -> int:
     if raw.get("head_dim") is not None:
-        return _positive(raw, "head_dim")
+        return positive(raw, "head_dim")
     if family.head_dim is not None:
         return family.head_dim
     if hidden % heads:
@@ -188,104 +179,21 @@ def _head_dim(raw: Json, family: Family, hidden: int, heads: int) -> int:
 
 
 def _windows(raw: Json, family: Family) -> tuple[int | None, ...]:
-    layers = _positive(raw, "num_hidden_layers")
+    layers = positive(raw, "num_hidden_layers", most=DEEPEST)
     window = raw.get("sliding_window", family.sliding_window)
     if window is None or (family.window_switch and not raw.get("use_sliding_window", False)):
         return (None,) * layers
-    if not isinstance(window, int) or window < 1:
-        raise ConfigError(f"sliding_window is {window!r}, expected a positive whole number or null")
+    window = positive({"sliding_window": window}, "sliding_window")
     kinds = raw.get("layer_types")
     if kinds is None:
-        first = _optional(raw, "max_window_layers", int, layers) if family.window_switch else 0
+        first = optional(raw, "max_window_layers", int, layers) if family.window_switch else 0
         return tuple(window if layer >= first else None for layer in range(layers))
-    if len(kinds) != layers or any(kind not in LAYER_TYPES for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in LAYER_TYPES for kind in kinds):
         raise ConfigError(f"layer_types must name {layers} layers, each one of {', '.join(LAYER_TYPES)}; got {kinds}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope(raw: Json) -> RopeConfig:
-    """One RopeConfig from rope_parameters (transformers 5), rope_scaling and top-level keys, which must agree."""
-    places = [_rope_place(raw, "rope_parameters"), _rope_place(raw, "rope_scaling")]
-    keys = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-    places.append({key: raw[key] for key in keys if raw.get(key) is not None})
-    merged: dict[str, Any] = {}
-    for place in places:
-        for key, value in place.items():
-            if merged.setdefault(key, value) != value:
-                raise ConfigError(
-                    f"rotary settings disagree: {key} is {merged[key]!r} in one place and {value!r} in another"
-                )
-    kind = merged.get("rope_type", "default")
-    if kind not in ROPE_KINDS:
-        raise ConfigError(f"rope_type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
-    if missing := [key for key in ROPE_KINDS[kind] if key not in merged]:
-        raise ConfigError(f"rope_type {kind!r} needs {', '.join(missing)}")
-    numbers = {key: _number(merged, key) for key in ROPE_KINDS[kind]}
-    original = int(numbers.pop("original_max_position_embeddings", 0))
-    return RopeConfig(
-        kind=kind,
-        theta=_number(merged, "rope_theta", 10000.0),
-        partial_rotary_factor=_number(merged, "partial_rotary_factor", 1.0),
-        original_max_position_embeddings=original,
-        **numbers,
-    )
-
-
-def _rope_place(raw: Json, key: str) -> dict[str, Any]:
-    place = raw.get(key) or {}
-    if not isinstance(place, dict):
-        raise ConfigError(f"{key} is {place!r}, expected an object")
-    if nested := [name for name, value in place.items() if isinstance(value, dict)]:
-        raise ConfigError(f"{key} differs by layer type ({', '.join(nested)}), which is not supported")
-    place = {name: value for name, value in place.items() if value is not None}
-    kinds = [place.pop(name) for name in ("rope_type", "type") if name in place]
-    if len(set(kinds)) > 1:
-        raise ConfigError(f"{key} names two kinds: {' and '.join(map(repr, kinds))}")
-    if kinds:
-        place["rope_type"] = kinds[0]
-    elif place and key == "rope_scaling":
-        raise ConfigError(f"rope_scaling {place} does not say its rope_type")
-    return place
-
-
-def _require(raw: Json, key: str, kind: type[T]) -> T:
-    if raw.get(key) is None:
-        raise ConfigError(f"config.json lacks {key}")
-    return _typed(raw[key], key, kind)
-
-
-def _optional(raw: Json, key: str, kind: type[T], default: T) -> T:
-    return default if raw.get(key) is None else _typed(raw[key], key, kind)
-
-
-def _typed(value: Any, key: str, kind: type[T]) -> T:
-    accepted = (int, float) if kind is float else (kind,)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{key} is {value!r}, expected {kind.__name__}")
-    return value  # type: ignore[return-value]
-
-
-def _positive(raw: Json, key: str, default: int | None = None) -> int:
-    value = _require(raw, key, int) if default is None else _optional(raw, key, int, default)
-    if value < 1:
-        raise ConfigError(f"{key} is {value}, expected at least 1")
-    return value
-
-
-def _number(raw: Json, key: str, default: float | None = None) -> float:
-    value = float(_require(raw, key, float) if default is None else _optional(raw, key, float, default))
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{key} is {value}, expected a positive number")
-    return value
-
-
-def _agreed(raw: Json, keys: tuple[str, ...], default: str) -> str:
-    values = [_typed(raw[key], key, str) for key in keys if raw.get(key) is not None]
-    if len(set(values)) > 1:
-        raise ConfigError(f"{' and '.join(keys)} disagree: {' and '.join(values)}")
-    return values[0].removeprefix("torch.") if values else default
-
-
-def _token_ids(value: Any, key: str) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(_typed(token, key, int) for token in ids)
+def _rope(raw: Json, family: Family, positions: int) -> RopeConfig:
+    """What a family takes for the original context counts as if the file said it at the top level."""
+    original = raw.get("original_max_position_embeddings") or family.original_positions
+    return read_rope({**raw, "original_max_position_embeddings": original}, positions)

@@ -18,7 +18,7 @@ from model.config import ModelConfig
 from model.decoder import Decoder
 from model.layers import MLP, Attention, Layer
 from model.ops.interface import Ops, PackedLinear
-from model.rope import cos_sin_table
+from model.rope import cos_sin_table, regime_warnings
 
 Progress = Callable[[int, int], None]
 """Called with (layers loaded, layers in all)."""
@@ -37,7 +37,8 @@ def load_decoder(
     progress: Progress | None = None,
     max_positions: int | None = None,
 ) -> Decoder:
-    """Read the safetensors of folder. max_positions cuts the rotary table (the model's own length by default).
+    """Read the safetensors of folder. max_positions: the longest context that will be served, which the rotary table
+    covers and some scalings go by (the model's own length by default).
 
     quantization applies to the layers, not to the head. Raises WeightsError; its message names file and tensor.
     """
@@ -51,8 +52,11 @@ def load_decoder(
     norm = reader.tensor("model.norm.weight", config.hidden_size)
     head, warnings = reader.head(embedding)
     reader.checkpoint.finish()
-    table = cos_sin_table(config, max_positions or config.max_position_embeddings, device)
-    return Decoder(config, ops, embedding, tuple(layers), norm, head, table, warnings)
+    context = max_positions or config.max_position_embeddings
+    table = cos_sin_table(config, context, device)
+    return Decoder(
+        config, ops, embedding, tuple(layers), norm, head, table, warnings + regime_warnings(config, context)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class _Reader:
         config = self.config
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {f"{prefix}.q_proj": q, f"{prefix}.k_proj": kv, f"{prefix}.v_proj": kv}
+        parts = {f"{prefix}.qkv_proj": q + 2 * kv} if config.fused else parts
         return Attention(
             qkv=self.fused(parts, config.hidden_size, config.qkv_bias),
             out=self.fused({f"{prefix}.o_proj": config.hidden_size}, q, config.o_bias),
@@ -91,12 +96,13 @@ class _Reader:
         )
 
     def mlp(self, prefix: str) -> MLP:
-        config = self.config
-        parts = {f"{prefix}.gate_proj": config.intermediate_size, f"{prefix}.up_proj": config.intermediate_size}
+        config, width = self.config, self.config.intermediate_size
+        parts = {f"{prefix}.gate_proj": width, f"{prefix}.up_proj": width}
+        parts = {f"{prefix}.gate_up_proj": 2 * width} if config.fused else parts
         down = {f"{prefix}.down_proj": config.hidden_size}
         return MLP(
             gate_up=self.fused(parts, config.hidden_size, config.mlp_bias),
-            down=self.fused(down, config.intermediate_size, config.mlp_bias),
+            down=self.fused(down, width, config.mlp_bias),
         )
 
     def fused(self, parts: dict[str, int], inputs: int, bias: bool) -> PackedLinear:

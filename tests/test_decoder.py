@@ -41,6 +41,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.1, 2.0, 6.0],
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama_9_3_tied": (
@@ -48,12 +56,32 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
     ),
     "llama_bias": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "llama_attention_bias": ("Llama", {"attention_bias": True}),
+    "llama_mlp_bias": ("Llama", {"mlp_bias": True}),
     "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}),
     "llama_llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama_yarn": ("Llama", {"rope_parameters": YARN, "head_dim": 16}),
+    "llama_longrope": (
+        "Llama",
+        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 64}, "head_dim": 6},
+    ),
     "mistral": ("Mistral", {"sliding_window": 7}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi3_window_tied": ("Phi3", {"pad_token_id": 0, "sliding_window": 7, "tie_word_embeddings": True}),
+    "phi3_partial": ("Phi3", {"pad_token_id": 0, "rope_parameters": PARTIAL}),
+    "phi3_longrope": (
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
+        },
+    ),
     "qwen2": ("Qwen2", {}),
     "qwen2_mixed_windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen2_yarn": ("Qwen2", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}}),
     "qwen3": ("Qwen3", {"head_dim": 12}),
+    "qwen3_bias": ("Qwen3", {"head_dim": 12, "attention_bias": True}),
 }
 
 
@@ -66,7 +94,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def save_model(kind: str, folder: Path) -> Any:
+def save_model(kind: str, folder: Path, **more: Any) -> Any:
     """A tiny random model of transformers, saved; returns it in evaluation mode."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -74,7 +102,7 @@ def save_model(kind: str, folder: Path) -> Any:
 
         family, overrides = KINDS[kind]
         torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**{**BASE, **overrides})
+        config = getattr(transformers, f"{family}Config")(**{**BASE, **overrides, **more})
         config._attn_implementation = "eager"
         model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
         for name, parameter in model.named_parameters():
@@ -84,8 +112,8 @@ def save_model(kind: str, folder: Path) -> Any:
     return model
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    return load_decoder(folder, load_config(folder), ReferenceOps(), "cpu", dtype)
+def load(folder: Path, dtype: torch.dtype = torch.float32, max_positions: int | None = None) -> Decoder:
+    return load_decoder(folder, load_config(folder), ReferenceOps(), "cpu", dtype, max_positions=max_positions)
 
 
 class Session:

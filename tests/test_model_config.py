@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,14 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+}
+LONGROPE |= {"original_max_position_embeddings": 64}
 
 
 def read(**keys: Any) -> ModelConfig:
@@ -69,6 +78,34 @@ def test_all_spellings_of_one_rope(keys: dict[str, Any]) -> None:
     assert read(**keys).rope == RopeConfig("llama3", 5e5, 1.0, 8.0, 1.0, 4.0, 64)
 
 
+def test_longrope_in_all_spellings() -> None:
+    """Phi-3's own (su, the original context at the top level), and that of transformers 5 after reading it."""
+    lists = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    phi3 = {"model_type": "phi3", "max_position_embeddings": 512, "rope_theta": 1e4}
+    old = read(**phi3, original_max_position_embeddings=64, rope_scaling={"type": "su", **lists})
+    new = {"rope_type": "longrope", "type": "su", "rope_theta": 1e4, "original_max_position_embeddings": 64, **lists}
+    assert read(**phi3, original_max_position_embeddings=64, rope_parameters=new).rope == old.rope
+    assert (old.rope.kind, old.rope.factor, old.rope.long_factor[-1]) == ("longrope", 8.0, 4.0)
+    assert old.rope.attention_factor == pytest.approx(math.sqrt(1.5))
+    assert old.fused and old.longest_context == 512
+
+
+def test_phi3_without_its_keys_takes_what_transformers_takes() -> None:
+    config = read(model_type="phi3", num_key_value_heads=...)
+    assert (config.rms_norm_eps, config.max_position_embeddings, config.num_kv_heads) == (1e-5, 4096, 8)
+    with pytest.raises(ConfigError, match="original_max_position_embeddings is 64 in one place and 4096 in another"):
+        read(model_type="phi3", rope_scaling=LONGROPE)
+
+
+def test_a_scaling_reaches_beyond_the_positions_where_it_says_so() -> None:
+    longest = {"linear": 1024, "dynamic": 1024, "yarn": 2048}
+    for kind, tokens in longest.items():
+        scaling = {"rope_type": kind, "factor": 2.0}
+        scaling |= {"original_max_position_embeddings": 1024} if kind == "yarn" else {}
+        assert read(max_position_embeddings=512, rope_scaling=scaling).longest_context == tokens
+    assert read(max_position_embeddings=512).longest_context == 512
+
+
 def test_partial_rotary_width() -> None:
     assert read(partial_rotary_factor=0.5).rotary_dim == 4
     assert read(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}).rotary_dim == 4
@@ -94,7 +131,7 @@ def test_biases_and_norms_by_family() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; known: llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; known: llama, mistral, phi3, qwen2, qwen3"),
         ({"model_type": ...}, "lacks model_type"),
         ({"hidden_size": ...}, "lacks hidden_size"),
         ({"vocab_size": "many"}, "vocab_size is 'many', expected int"),
@@ -105,7 +142,26 @@ def test_biases_and_norms_by_family() -> None:
         ({"head_dim": 7}, "rotary width 7"),
         ({"partial_rotary_factor": 2.0}, "rotary width 16"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported; known: default"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_type 'ntk' is not supported; known: default"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' needs original_max_position_embeddings"),
+        ({"rope_scaling": {**YARN, "attn_factor": 2.0}}, "rotary setting 'attn_factor' is not understood"),
+        ({"rope_scaling": {**YARN, "truncate": 1}}, "truncate is 1, expected bool"),
+        ({"rope_scaling": YARN, "original_max_position_embeddings": 32}, "is 64 in one place and 32 in another"),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 1}}, "is 1, expected at least 2"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}},
+            "'longrope' needs long_factor, original_max",
+        ),
+        ({"rope_scaling": {**LONGROPE, "long_factor": [1.0] * 3}}, "long_factor holds 3 numbers, expected 4"),
+        ({"rope_scaling": {**LONGROPE, "short_factor": [1.0, 0, 1, 1]}}, "short_factor is 0, expected a positive"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1}}, "more than low_freq_factor 1"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "rotary width of at least 4"),
+        ({"rope_theta": 1.0}, "rope_theta is 1.0, expected more than 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected at most 10000"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000, expected at most 16777216"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000, expected at most"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan, expected a positive number"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
         ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor is -2"),
         ({"rope_scaling": {"factor": 2.0}}, "does not say its rope_type"),
@@ -114,6 +170,7 @@ def test_biases_and_norms_by_family() -> None:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differs by layer type"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window is 0"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "must name 4 layers"),
+        ({"model_type": "mistral", "layer_types": 4}, "must name 4 layers"),
         ({"dtype": "float16", "torch_dtype": "bfloat16"}, "disagree"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
     ],

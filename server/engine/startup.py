@@ -186,8 +186,8 @@ def _dtype(config: EngineConfig, model: ModelConfig, ops: Ops, device: torch.dev
 
 
 def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
-    longest = model.max_position_embeddings
-    wanted = longest if config.max_model_len is None else config.max_model_len
+    longest = model.longest_context
+    wanted = model.max_position_embeddings if config.max_model_len is None else config.max_model_len
     if not 2 <= wanted <= longest:
         raise ConfigError(f"max_model_len is {wanted}: this model takes 2 to {longest} tokens (--max-model-len)")
     if config.max_num_batched_tokens < config.max_num_seqs:

@@ -47,8 +47,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 def _scenario(arguments: argparse.Namespace, model: PlannedModel) -> Scenario:
     config, ranks = model.config, arguments.tensor_parallel
-    longest = config.max_position_embeddings
-    context = arguments.context or longest
+    longest = config.longest_context
+    context = arguments.context or config.max_position_embeddings
     if context > longest:
         raise PlanError(f"--context {context}: {model.name} has positions for {longest} tokens, give at most that")
     if config.num_heads % ranks:
