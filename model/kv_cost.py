@@ -12,6 +12,8 @@ from model.config import ModelConfig
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 SCALE_BYTES = {"float8_e4m3fn": 4, "int8": 4}
 """A quantised cache keeps one fp32 scale beside each key and each value of each head."""
+DTYPE_ALIASES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+"""vLLM's names of cache dtypes, where they differ from torch's."""
 SCRATCH_PAGES = 1
 """Page 0 of every group takes the writes of padding rows and is never given out."""
 

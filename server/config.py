@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from model.kv_cost import DTYPE_ALIASES, DTYPE_BYTES
 from server.engine.messages import EngineConfig
 
 UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
@@ -68,7 +69,9 @@ class ServeConfig:
     kv_cache_memory: int | None = option(
         None, "bytes of the KV pool, e.g. 2GiB; sized from free memory if left out", parse_size, at_least=1
     )
-    kv_cache_dtype: str = option("auto", "of the KV cache; auto is the model's")
+    kv_cache_dtype: str = option(
+        "auto", "of the KV cache; auto is the model's", choices=("auto", *DTYPE_BYTES, *DTYPE_ALIASES)
+    )
     prefix_caching: bool = option(True, "keep the pages of finished requests for prompts that begin alike", parse_flag)
     max_model_len: int | None = option(
         None, "longest prompt + output in tokens; the model's own if left out", int, at_least=1

@@ -45,14 +45,15 @@ class Setup:
     overlaps: bool = False
     reference: bool = False
     dtype: str = "float32"
+    kv_dtype: str | None = None
 
     def engine(self, folder: Path, wrap: Callable[[Decoder], Model] = lambda decoder: decoder) -> Engine:
         """wrap stands between the runner and the decoder, so that a test can make a forward go wrong."""
         decoder, config = decoder_of(folder, self.reference, self.dtype), load_config(folder)
-        layout = layout_for(config, self.page_size, self.dtype)
+        layout = layout_for(config, self.page_size, self.kv_dtype or self.dtype)
         kv = KVCache(layout, (self.pages + 1,) * len(layout.groups), CPU)
         for storage in kv.storages:
-            storage.fill_(torch.nan)  # what was never written must not matter
+            storage.view(torch.uint8).fill_(255)  # NaN in any float type: what was never written must not matter
         tables = PageTables(layout, kv.num_pages, self.budget, self.prefix_caching)
         length = min(config.max_position_embeddings, tables.capacity())
         scheduler = Scheduler(

@@ -88,7 +88,6 @@ def test_chat_says_why_it_cannot(scripted: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--kv-cache-dtype", "int8"], "--kv-cache-dtype int8: cannot be stored yet"),
         (["--quantization", "int8"], "--quantization int8: weights are served unquantised"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2: a model is served by 1 device"),
     ],

@@ -11,7 +11,7 @@ import torch
 
 from model.config import load_config
 from model.kv_cache import KVCache
-from model.kv_cost import DTYPE_BYTES, KVGroup, KVLayout, layout_for
+from model.kv_cost import DTYPE_BYTES, SCALE_BYTES, KVGroup, KVLayout, layout_for
 from server.engine.messages import EngineConfig, EngineInfo, EngineStats, SamplingParams, Submit
 from server.engine.startup import build_engine
 from server.engine.views import kv_summary
@@ -20,15 +20,15 @@ from server.kv_views import summary
 CPU = torch.device("cpu")
 SHAPES = {"mha": 6, "gqa": 2, "mqa": 1}
 WINDOWS = [(None, None), (7, 7), (None, 7)]
-POOL_DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def by_hand(page_size: int, groups: list[tuple[int, int]], heads: int, dtype: str) -> int:
-    """2 (k, v) * layers * heads * head_dim * bytes, page by page; groups: (layers, pages)."""
-    return sum(2 * layers * heads * 8 * DTYPE_BYTES[dtype] * page_size * pages for layers, pages in groups)
+    """2 (k, v) * layers * heads * (head_dim * bytes + scale), page by page; groups: (layers, pages)."""
+    row = 8 * DTYPE_BYTES[dtype] + (4 if dtype in ("int8", "float8_e4m3fn") else 0)
+    return sum(2 * layers * heads * row * page_size * pages for layers, pages in groups)
 
 
-@pytest.mark.parametrize(("shape", "page_size", "dtype"), [*product(SHAPES, (1, 4, 16), POOL_DTYPES)])
+@pytest.mark.parametrize(("shape", "page_size", "dtype"), [*product(SHAPES, (1, 4, 16), DTYPE_BYTES)])
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_predicted_is_allocated_to_the_byte(
     shape: str, page_size: int, dtype: str, windows: tuple[int | None, ...]
@@ -36,7 +36,8 @@ def test_predicted_is_allocated_to_the_byte(
     heads = SHAPES[shape]
     kinds = sorted(set(windows), key=windows.index)
     groups = tuple(
-        KVGroup(tuple(i for i, w in enumerate(windows) if w == kind), kind, heads, 8, dtype) for kind in kinds
+        KVGroup(tuple(i for i, w in enumerate(windows) if w == kind), kind, heads, 8, dtype, SCALE_BYTES.get(dtype, 0))
+        for kind in kinds
     )
     layout, counts = KVLayout(page_size, groups), tuple(5 + 3 * index for index in range(len(groups)))
     pool = KVCache(layout, counts, CPU)
@@ -46,7 +47,7 @@ def test_predicted_is_allocated_to_the_byte(
 
 
 def test_scales_are_in_the_arithmetic() -> None:
-    """The pool does not hold quantised caches yet, so this is arithmetic alone: one fp32 scale beside each k and v."""
+    """One fp32 scale beside each k and v: a sixteenth more at 64 channels."""
     plain = KVGroup((0, 1), None, 2, 64, "int8")
     scaled = KVGroup((0, 1), None, 2, 64, "int8", scale_bytes=4)
     assert scaled.token_bytes - plain.token_bytes == 2 * 2 * 2 * 4
@@ -54,11 +55,12 @@ def test_scales_are_in_the_arithmetic() -> None:
     assert KVGroup((0, 1), None, 2, 64, "bfloat16").token_bytes == 2 * plain.token_bytes
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize(("heads", "ranks", "of_a_rank"), [(8, 2, 4), (2, 2, 1), (2, 4, 1), (1, 8, 1)])
-def test_with_fewer_heads_than_ranks_each_holds_a_copy(heads: int, ranks: int, of_a_rank: int) -> None:
-    layout = KVLayout(4, (KVGroup((0, 1, 2), None, heads, 8, "float32"),))
+def test_with_fewer_heads_than_ranks_each_holds_a_copy(heads: int, ranks: int, of_a_rank: int, dtype: str) -> None:
+    layout = KVLayout(4, (KVGroup((0, 1, 2), None, heads, 8, dtype, SCALE_BYTES.get(dtype, 0)),))
     rank = KVCache(layout.shard(ranks), (9,), CPU)
-    assert rank.nbytes == layout.shard(ranks).pool_bytes((9,)) == by_hand(4, [(3, 9)], of_a_rank, "float32")
+    assert rank.nbytes == layout.shard(ranks).pool_bytes((9,)) == by_hand(4, [(3, 9)], of_a_rank, dtype)
     assert ranks * rank.nbytes == layout.pool_bytes((9,)) * max(1, ranks // heads)
 
 

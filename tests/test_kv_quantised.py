@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import math
+from collections.abc import Callable
+from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from torch import Tensor
 
+from model.config import ConfigError
 from model.kv_cache import KVCache
 from model.kv_cost import SCALE_BYTES, KVGroup, KVLayout
 from model.ops.interface import AttentionTables, LayerKV
 from model.ops.quantised_kv import dequantise, quantise
 from model.ops.reference import ReferenceOps
+from server.engine.messages import EngineConfig
+from server.engine.startup import build_engine
+from server.plan.__main__ import main as plan
+from tests.conftest import LiveServer
 from tests.test_attention import naive, random_sequence
 
 OPS = ReferenceOps()
@@ -218,3 +229,33 @@ def test_half_precision_rows_are_quantised_as_they_are() -> None:
     write(kv, torch.tensor([4]), k.bfloat16(), v.bfloat16())
     assert kv.v_scale is not None
     assert torch.equal(kv.v_scale[1, :, 0], v.bfloat16().float().abs().amax(-1)[0] / 127)
+
+
+# ---- serving ----------------------------------------------------------------------------------------------
+
+
+def test_a_page_whose_scales_would_not_be_aligned_is_refused(tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model("llama", head_dim=6)
+    with pytest.raises(ConfigError, match=r"--page-size 1: .* 1 \* 6 bytes .* multiple of 4; use an even page size"):
+        build_engine(EngineConfig(str(folder), device="cpu", page_size=1, kv_cache_dtype="int8"))
+
+
+@pytest.mark.parametrize(("flag", "dtype"), [("int8", "int8"), ("fp8", "float8_e4m3fn")])
+def test_what_the_plan_says_is_what_the_server_allocates(
+    tiny_model: Callable[..., Path], server_factory: Callable[..., LiveServer], flag: str, dtype: str
+) -> None:
+    """Also: the start line and /version say what reads such a cache; `fp8` is vLLM's spelling."""
+    load = ["--page-size", "4", "--max-model-len", "64", "--max-num-seqs", "3", "--kv-cache-dtype", flag]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert plan([str(tiny_model()), "--memory", "1GiB", "--json", *load]) == 0
+    needed = json.loads(out.getvalue())["needed"]
+    server = server_factory(tiny_model(), *load, "--kv-cache-memory", str(needed))
+    held = httpx.get(f"{server.url}/kv/summary").json()["bytes"]
+    assert held["predicted"] == held["allocated"] == needed == 48 * 2 * 2 * 2 * 4 * (8 + 4) + 2 * 2 * 2 * 4 * (8 + 4)
+    version = httpx.get(f"{server.url}/version").json()
+    assert version["kv_dtype"] == dtype and f"KV {dtype}" in server.output
+    if version["backend"].startswith("native"):
+        assert f"a KV cache of {dtype} is read by torch operations" in version["backend"]
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "ab", "max_tokens": 8, "ignore_eos": True})
+    assert answer.json()["usage"]["completion_tokens"] == 8

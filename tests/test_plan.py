@@ -202,6 +202,7 @@ def test_the_report_fits_100_columns(tmp_path: Path) -> None:
     assert [line for text in texts for line in text.splitlines() if len(line) > 100] == []
     assert "Does not fit: 16 requests of 131,072 tokens lack" in texts[0]
     assert "Fits: 16 requests of 9,001 tokens" in texts[1]
+    assert "--tensor-parallel" not in texts[0]  # several devices can be planned, but not served
 
 
 def test_auto_memory_is_what_the_host_grants(tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ def test_a_picture_without_matplotlib_is_refused_with_the_remedy(
 
 
 def test_a_load_that_fits_ends_with_the_line_that_serves_it(tiny_model: Any) -> None:
-    load = ["--memory", "1GiB", "--concurrency", "3", "--context", "100", "--kv-dtype", "bfloat16"]
+    load = ["--memory", "1GiB", "--concurrency", "3", "--context", "100", "--kv-dtype", "fp8"]
     folder = str(tiny_model())
     needed = plan(folder, *load)["needed"]
     words = run(folder, *load)[1].replace("\\\n", " ").split()
@@ -260,6 +261,6 @@ def test_a_load_that_fits_ends_with_the_line_that_serves_it(tiny_model: Any) -> 
     assert line == [
         "ropeway", "serve", folder, "--max-model-len", "100", "--max-num-seqs", "3", "--page-size", "16",
         "--max-num-batched-tokens", "512", "--kv-cache-memory", str(needed), "--dtype", "bfloat16",
-        "--kv-cache-dtype", "bfloat16",
+        "--kv-cache-dtype", "float8_e4m3fn",
     ]  # fmt: skip
     assert "ropeway serve" not in run(f"{folder}/config.json", *load)[1]

@@ -35,7 +35,14 @@ def engine_of(folder: Path, scenario: Scenario, pool: int, max_num_seqs: int) ->
 
 
 @pytest.mark.parametrize(
-    ("kind", "kv_heads", "kv_dtype"), [("llama", 2, "auto"), ("llama", 6, "bfloat16"), ("mistral", 1, "auto")]
+    ("kind", "kv_heads", "kv_dtype"),
+    [
+        ("llama", 2, "auto"),
+        ("llama", 6, "bfloat16"),
+        ("mistral", 1, "auto"),
+        ("llama", 2, "int8"),
+        ("mistral", 1, "float8_e4m3fn"),
+    ],
 )
 def test_predicted_is_allocated(tiny_model: Any, kind: str, kv_heads: int, kv_dtype: str) -> None:
     folder = tiny_model(kind, num_key_value_heads=kv_heads)

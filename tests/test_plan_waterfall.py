@@ -84,6 +84,7 @@ def test_each_advised_change_is_enough_and_the_smallest(kind: str) -> None:
     advice = advise(load, outcome)
     enough = [change for change in advice if change.missing == 0]
     assert {"memory", "concurrency", "context"} <= {change.setting for change in enough}
+    assert {change.setting: change.new for change in advice}["kv_dtype"] == "int8"
     assert [change.factor for change in enough] == sorted(change.factor for change in enough)
     assert advice[: len(enough)] == enough
     for change in enough:

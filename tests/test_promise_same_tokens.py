@@ -77,6 +77,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "kernels": {},  # plain torch where there are none
     "torch": {"reference": True},
     "bfloat16": {"dtype": "bfloat16"},
+    "int8 cache": {"kv_dtype": "int8"},
 }
 
 
@@ -125,7 +126,8 @@ def test_same_bits(tiny_model: Callable[..., Path], backend: str, kind: str, nam
 
 
 @pytest.mark.parametrize(
-    ("backend", "kind"), [("kernels", kind) for kind in MODELS] + [("torch", "llama"), ("bfloat16", "llama")]
+    ("backend", "kind"),
+    [("kernels", kind) for kind in MODELS] + [(other, "llama") for other in BACKENDS if other != "kernels"],
 )
 def test_same_bits_from_a_warm_cache(tiny_model: Callable[..., Path], backend: str, kind: str) -> None:
     """Also waybarrios/vllm-mlx 775: requests one after another corrupted each other on a mixed window/full model."""

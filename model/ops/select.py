@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 
+from model.kv_cost import SCALE_BYTES
 from model.ops.cpu.build import UnavailableError, find_library
 from model.ops.cpu.native import CpuOps
 from model.ops.interface import Ops
@@ -20,9 +21,13 @@ def ops_for(device: torch.device | str) -> Ops:
     return _cpu()[0] if torch.device(device).type == "cpu" else ReferenceOps()
 
 
-def why(device: torch.device | str) -> str:
+def why(device: torch.device | str, kv_dtype: str | None = None) -> str:
     """What ops_for chose, and the reason where a faster choice was not to be had; one line for logs and /version."""
-    return _cpu()[1] if torch.device(device).type == "cpu" else "torch operations"
+    if torch.device(device).type != "cpu":
+        return "torch operations"
+    ops, reason = _cpu()
+    slower = kv_dtype in SCALE_BYTES and not isinstance(ops, ReferenceOps)
+    return f"{reason}; a KV cache of {kv_dtype} is read by torch operations, which is slower" if slower else reason
 
 
 @cache

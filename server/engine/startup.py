@@ -17,7 +17,17 @@ import torch
 from model.config import ConfigError, ModelConfig, load_config, served_dtype
 from model.decoder import Decoder
 from model.kv_cache import KVCache
-from model.kv_cost import SCRATCH_PAGES, KVLayout, capacity_tokens, layout_for, pages_for_sequences, pages_in_budget
+from model.kv_cost import (
+    DTYPE_ALIASES,
+    DTYPE_BYTES,
+    SCALE_BYTES,
+    SCRATCH_PAGES,
+    KVLayout,
+    capacity_tokens,
+    layout_for,
+    pages_for_sequences,
+    pages_in_budget,
+)
 from model.memory import available_bytes, default_pool_bytes, resident_bytes, rss_bytes
 from model.ops.interface import Ops
 from model.ops.select import ops_for, why
@@ -32,8 +42,6 @@ from server.engine.warm_up import warm_up
 
 SAMPLING_ARRAYS = 6
 """fp32 arrays as large as the logits that sampling holds at its worst: copy, log-softmax, sorted values, ids twice."""
-STORED_KV_DTYPES = ("float32", "bfloat16", "float16")
-"""What the pool can hold; quantised caches are planned for (`ropeway plan`), not served."""
 Report = Callable[[Progress], None]
 
 
@@ -90,7 +98,7 @@ class Machine:
             device=str(self.device),
             dtype=self.dtype,
             kv_dtype=layout.groups[0].dtype,
-            backend=why(self.device),
+            backend=why(self.device, layout.groups[0].dtype),
             threads=torch.get_num_threads(),
             batch_invariant=self.device.type == "cpu" or self.config.batch_invariant,
             page_size=layout.page_size,
@@ -138,10 +146,6 @@ def _refuse_unserved(config: EngineConfig) -> None:
         raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: a model is served by 1 device so far")
     if config.quantization is not None:
         raise ConfigError(f"--quantization {config.quantization}: weights are served unquantised so far; leave it out")
-    if config.kv_cache_dtype not in ("auto", *STORED_KV_DTYPES):
-        raise ConfigError(
-            f"--kv-cache-dtype {config.kv_cache_dtype}: cannot be stored yet; use auto, {', '.join(STORED_KV_DTYPES)}"
-        )
 
 
 def _assemble(config: EngineConfig, phases: Phases) -> Machine:
@@ -151,8 +155,7 @@ def _assemble(config: EngineConfig, phases: Phases) -> Machine:
     model = load_config(folder)
     dtype = _dtype(config, model, ops, device)
     limits = _limits(config, model)
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    layout = layout_for(model, config.page_size, kv_dtype)
+    layout = _layout(config, model, dtype)
 
     def progress(done: int, layers: int) -> None:
         phases.report(Progress("load", f"{done} of {layers} layers"))
@@ -183,6 +186,20 @@ def _dtype(config: EngineConfig, model: ModelConfig, ops: Ops, device: torch.dev
     if config.dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {config.dtype!r} is unknown: use auto, float32, bfloat16 or float16")
     return config.dtype
+
+
+def _layout(config: EngineConfig, model: ModelConfig, dtype: str) -> KVLayout:
+    name = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    kv_dtype = DTYPE_ALIASES.get(name, name)
+    if kv_dtype not in DTYPE_BYTES:
+        raise ConfigError(f"--kv-cache-dtype {name}: use auto, {', '.join((*DTYPE_BYTES, *DTYPE_ALIASES))}")
+    values = config.page_size * model.head_dim
+    if kv_dtype in SCALE_BYTES and values % SCALE_BYTES[kv_dtype]:
+        raise ConfigError(
+            f"--page-size {config.page_size}: a page of {kv_dtype} has {config.page_size} * {model.head_dim} bytes of "
+            f"values and then fp32 scales, so that must be a multiple of 4; use an even page size"
+        )
+    return layout_for(model, config.page_size, kv_dtype)
 
 
 def _limits(config: EngineConfig, model: ModelConfig) -> Limits:

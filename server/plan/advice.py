@@ -12,9 +12,8 @@ from typing import Any
 from model.kv_cost import DTYPE_BYTES
 from server.plan.waterfall import Outcome, Scenario, evaluate, required_memory
 
-SERVED_DTYPES = ("bfloat16",)
-"""What the server takes in place of a larger type, for weights and cache alike; other types are only planned."""
-MOST_RANKS = 64
+SMALLER = {"dtype": ("bfloat16",), "kv_dtype": ("bfloat16", "int8")}
+"""What the server takes in place of a larger type. Of the two 8-bit caches, int8 is the more exact."""
 WORTH_NAMING = 0.05
 """A change that falls short is named if it brings at least this share of what is missing."""
 
@@ -49,12 +48,10 @@ def _changes(scenario: Scenario, outcome: Outcome) -> Iterator[Change]:
         yield _change(scenario, outcome, "concurrency", outcome.max_concurrency)
     if 0 < outcome.max_context < scenario.context:
         yield _change(scenario, outcome, "context", outcome.max_context)
-    yield from _first_that_fits(scenario, outcome, "kv_dtype", _smaller(scenario.cache_dtype))
-    yield from _first_that_fits(scenario, outcome, "dtype", _smaller(scenario.activation_dtype))
+    yield from _first_that_fits(scenario, outcome, "kv_dtype", _smaller("kv_dtype", scenario.cache_dtype))
+    yield from _first_that_fits(scenario, outcome, "dtype", _smaller("dtype", scenario.activation_dtype))
     halves = [scenario.page_size >> shift for shift in range(1, scenario.page_size.bit_length())]
     yield from _first_that_fits(scenario, outcome, "page_size", halves)
-    ranks = [1 << bit for bit in range(MOST_RANKS.bit_length()) if 1 << bit > scenario.ranks]
-    yield from _first_that_fits(scenario, outcome, "ranks", [more for more in ranks if _can_share(scenario, more)])
     yield _change(scenario, outcome, "memory", required_memory(scenario, outcome))
 
 
@@ -80,10 +77,5 @@ def _factor(old: int | str, new: int | str) -> float:
     return max(a, b) / min(a, b)
 
 
-def _smaller(now: str) -> list[str]:
-    return [dtype for dtype in SERVED_DTYPES if DTYPE_BYTES[dtype] < DTYPE_BYTES[now]]
-
-
-def _can_share(scenario: Scenario, ranks: int) -> bool:
-    heads, kv_heads = scenario.config.num_heads, scenario.config.num_kv_heads
-    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+def _smaller(setting: str, now: str) -> list[str]:
+    return [dtype for dtype in SMALLER[setting] if DTYPE_BYTES[dtype] < DTYPE_BYTES[now]]

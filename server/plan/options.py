@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.kv_cost import DTYPE_BYTES
+from model.kv_cost import DTYPE_ALIASES, DTYPE_BYTES
 from server.config import parse_size
 from server.plan.lengths import Lengths
 
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "float16")
 PICTURES = (".png", ".svg", ".pdf")
-KV_DTYPES = ("auto", *DTYPE_BYTES)
+KV_DTYPES = ("auto", *DTYPE_BYTES, *DTYPE_ALIASES)
 
 
 def positive(text: str) -> int:
@@ -40,7 +40,7 @@ def weight_dtype(text: str) -> str:
 
 
 def kv_dtype(text: str) -> str:
-    return one_of(KV_DTYPES, text)
+    return DTYPE_ALIASES.get(one_of(KV_DTYPES, text), text)
 
 
 def one_of(choices: tuple[str, ...], text: str) -> str:

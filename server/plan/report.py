@@ -10,13 +10,11 @@ from shlex import quote
 
 from server.plan.advice import Change
 from server.plan.compare import DTYPES, FORMULA
-from server.plan.options import WEIGHT_DTYPES
 from server.plan.result import Plan, Preemption
 from server.plan.waterfall import Scenario
 
 BAR = 30
 WIDTH = 100
-FLAGS = {"ranks": "tensor-parallel"}
 
 
 def size(count: float) -> str:
@@ -152,13 +150,12 @@ def launch_lines(plan: Plan) -> list[str]:
     model, scenario = plan.model, plan.scenario
     if model.serve_as is None:
         return []
-    if scenario.ranks > 1 or scenario.cache_dtype not in WEIGHT_DTYPES:
-        return ["  A forecast: ropeway serve takes neither several devices nor quantised caches so far."]
+    if scenario.ranks > 1:
+        return ["  A forecast: ropeway serve takes one device so far."]
     flags = {
         "max-model-len": scenario.context, "max-num-seqs": scenario.concurrency, "page-size": scenario.page_size,
         "max-num-batched-tokens": scenario.step_tokens, "kv-cache-memory": plan.outcome.needed,
         "dtype": scenario.activation_dtype, "kv-cache-dtype": scenario.kv_dtype,
-        "tensor-parallel-size": scenario.ranks if scenario.ranks > 1 else None,
     }  # fmt: skip
     lines = ["  ropeway serve" + (f" {quote(model.serve_as)}" if model.serve_as else "")]
     for word in (f"--{name} {value}" for name, value in flags.items() if value not in (None, "auto")):
@@ -197,7 +194,7 @@ def _advice(plan: Plan) -> list[str]:
 
 
 def flag(change: Change) -> str:
-    return FLAGS.get(change.setting, change.setting).replace("_", "-")
+    return change.setting.replace("_", "-")
 
 
 def value(change: Change, number: int | str) -> str:
