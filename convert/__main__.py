@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -32,6 +33,8 @@ def main_convert(argv: Sequence[str]) -> int:
     dtype_help = "auto: as stored, quantised types to float32"
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help=dtype_help)
     parser.add_argument("--to", choices=["hf", *EXPORTS], default="hf", help="hf (default): the folder that is served")
+    shard_help = "most bytes of one file; a run that was killed goes on after its last whole one"
+    parser.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help=f"{shard_help} (5GB)")
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     args = parser.parse_args(argv)
     return _one_line_errors(parser.prog, lambda: _convert(args))
@@ -47,13 +50,21 @@ def main_verify(argv: Sequence[str]) -> int:
     return _one_line_errors(parser.prog, lambda: _verify(args))
 
 
+def _size(text: str) -> int:
+    """Bytes of 5GB, 200MB or 64KB (powers of ten, as Hugging Face names shards)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])B", text.strip().upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 200MB")
+    return int(float(match[1]) * 1000 ** ("KMGT".index(match[2]) + 1))
+
+
 def _convert(args: argparse.Namespace) -> int:
     if args.dst.exists():
         raise ConvertError("exists already: name a new folder", args.dst)
     if args.to != "hf":
         return _export(args)
     bar = _Bar(sys.stderr.isatty())
-    report = run_conversion(args.src, args.dst, DTYPES.get(args.dtype), bar)
+    report = run_conversion(args.src, args.dst, DTYPES.get(args.dtype), bar, args.max_shard_size)
     if report is None:
         raise ConvertError("was made by another process meanwhile", args.dst)
     if args.json:
@@ -61,12 +72,14 @@ def _convert(args: argparse.Namespace) -> int:
         return 0
     for line in table(report):
         print(line)
-    print(f"{args.dst}: done in {sum(report['seconds'].values()):.1f} s, account in {REPORT_FILE}")
+    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in report["seconds"].items())
+    print(f"{args.dst}: done ({phases}); account in {REPORT_FILE}")
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    comparison = export(args.src, args.dst, args.to, DTYPES.get(args.dtype))
+    notice = _Bar(sys.stderr.isatty())
+    comparison = export(args.src, args.dst, args.to, DTYPES.get(args.dtype), lambda text: notice(text, 0, 0))
     if args.json:
         print(json.dumps({"logits": asdict(comparison)}, indent=2))
     else:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from convert.atomic import exclusive
 from convert.errors import ConvertError
 from convert.formats.gguf_parts import part_files
 from convert.formats.huggingface import is_huggingface, read_json
@@ -36,13 +37,20 @@ def ensure_canonical(
         raise ConvertError("no such file or folder", path)
     cache = cache_dir or default_cache()
     folder = cache / cache_key(path)
-    if folder.exists() and (damage := damage_of(folder)) is not None:
-        progress(f"cached conversion {folder} is damaged ({damage}): converting again")
-        shutil.rmtree(folder)
-    if not folder.exists():
-        make_writable(cache)
-        run_conversion(path, folder, progress=_Percent(progress))
+    if folder.exists() and damage_of(folder) is None:
+        return folder
+    make_writable(cache)
+    remove_damaged(folder, progress)
+    run_conversion(path, folder, progress=_Percent(progress))
     return folder
+
+
+def remove_damaged(folder: Path, notice: Callable[[str], None]) -> None:
+    """Judged again under the lock: what looked damaged may be whole by now, made by another process."""
+    with exclusive(folder, notice):
+        if folder.exists() and (damage := damage_of(folder)) is not None:
+            notice(f"cached conversion {folder} is damaged ({damage}): converting again")
+            shutil.rmtree(folder)
 
 
 def make_writable(cache: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from convert.atomic import Notice, check_free_disk, exclusive, partial_of
 from convert.detect import open_source
 from convert.dtypes import to_float32
 from convert.errors import ConvertError
@@ -27,13 +28,14 @@ from convert.readings import source_reading
 from convert.rope_pairing import to_adjacent
 from convert.source import Source
 from convert.verify import LogitComparison, compare
-from convert.write import check_free_disk
 
 EXPORTS = ("meta", "gguf", "llama2c")
 PROBE = 32
 
 
-def export(path: Path, destination: Path, to: str, dtype: str | None = None) -> LogitComparison:
+def export(
+    path: Path, destination: Path, to: str, dtype: str | None = None, notice: Notice = lambda text: None
+) -> LogitComparison:
     """Write `path` as a `to` checkpoint at `destination` (a folder for meta, else a file) and prove it.
 
     Raises ConvertError where the format cannot hold the model without loss; then nothing is left at `destination`.
@@ -42,16 +44,17 @@ def export(path: Path, destination: Path, to: str, dtype: str | None = None) -> 
     targets = make_plan(source, dtype)
     write, rename, adjacent = _writer(source, to)
     renamed = [_renamed(source, target, rename, to, adjacent) for target in targets]
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    check_free_disk(destination.parent, sum(target.nbytes for target in targets))
-    temporary = destination.parent / f".{destination.name}.{os.getpid()}.partial"
-    try:
-        write(temporary, source, renamed)
-        _sync(temporary)
-        comparison = _prove(source, targets, temporary)
-        temporary.rename(destination)
-    finally:
+    check_free_disk(destination, sum(target.nbytes for target in targets))
+    temporary = partial_of(destination)
+    with exclusive(destination, notice):
         _remove(temporary)
+        try:
+            write(temporary, source, renamed)
+            _sync(temporary)
+            comparison = _prove(source, targets, temporary)
+            temporary.rename(destination)
+        finally:
+            _remove(temporary)
     return comparison
 
 

@@ -11,15 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from convert.atomic import atomic_folder, check_free_disk
 from convert.detect import open_source
 from convert.dtypes import TORCH_NAMES
 from convert.errors import ConvertError
+from convert.journal import Journal, plan_digest
 from convert.plan import Target, make_plan
-from convert.report import REPORT_FILE, is_lossless, make_report
+from convert.report import CONVERTER_VERSION, REPORT_FILE, is_lossless, make_report
 from convert.source import Source
 from convert.tokenizer.assemble import to_json
 from convert.verify import prove, require
-from convert.write import atomic_folder, check_free_disk, write_tensors, write_text
+from convert.write import SHARD_BYTES, write_tensors, write_text
 
 Progress = Callable[[str, int, int], None]
 """progress(what, done, total): bytes while writing, 0 of 0 for a notice."""
@@ -30,44 +32,54 @@ def silent(what: str, done: int, total: int) -> None:
 
 
 def convert(
-    path: Path, destination: Path, dtype: str | None = None, progress: Progress = silent
+    path: Path,
+    destination: Path,
+    dtype: str | None = None,
+    progress: Progress = silent,
+    shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, Any] | None:
     """Convert `path` to a canonical folder `destination`; returns the report, None if the folder was there already.
 
     dtype: F32, F16 or BF16 for every tensor; None keeps each as stored (quantised ones become F32, which is exact).
-    Raises ConvertError, and OSError for a full or failing disk; either way nothing is left at `destination`.
+    Raises ConvertError, and OSError for a full or failing disk; either way nothing is left at `destination`. A run that
+    was killed leaves its finished shards (of at most shard_bytes) beside it, and the next one goes on from there.
     """
     source = open_source(path)
     if source.canonical:
         raise ConvertError("is a Hugging Face folder already: serve it as it is", path)
     targets = make_plan(source, dtype)
+    check_free_disk(destination, sum(target.nbytes for target in targets))
     with atomic_folder(destination, lambda text: progress(text, 0, 0)) as folder:
-        if folder is None:
-            return None
-        check_free_disk(folder, sum(target.nbytes for target in targets))
-        return _fill(folder, source, targets, progress)
+        return None if folder is None else _fill(folder, source, targets, progress, shard_bytes)
 
 
-def _fill(folder: Path, source: Source, targets: list[Target], progress: Progress) -> dict[str, Any]:
+def _fill(folder: Path, source: Source, targets: list[Target], progress: Progress, shard_bytes: int) -> dict[str, Any]:
     seconds: dict[str, float] = {}
+    begun = any(folder.iterdir())
+    journal = Journal(folder, plan_digest(source, targets, CONVERTER_VERSION))
+    if begun:
+        progress(f"going on where an interrupted conversion stopped: {len(journal.shards)} files are finished", 0, 0)
     with _timed(seconds, "tokenizer and config"):
         for name, text in source.tokenizer_files().items():
             write_text(folder / name, text)
         config = source.values() | {"dtype": _main_dtype(targets), "torch_dtype": _main_dtype(targets)}
         write_text(folder / "config.json", to_json(config))
     with _timed(seconds, "weights"):
-        hashes = _write(folder, targets, progress)
+        hashes = _write(folder, targets, progress, journal, shard_bytes)
     progress("proving", 0, 0)
     with _timed(seconds, "proof"):
         proof = prove(folder, source, is_lossless(targets))
     require(proof, source.path)
+    journal.close()
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     report = make_report(source, targets, hashes, files, proof.as_json(), seconds)
     write_text(folder / REPORT_FILE, to_json(report))
     return report
 
 
-def _write(folder: Path, targets: list[Target], progress: Progress) -> dict[str, str]:
+def _write(
+    folder: Path, targets: list[Target], progress: Progress, journal: Journal, shard_bytes: int
+) -> dict[str, str]:
     hashes: dict[str, str] = {}
     done, total = 0, sum(target.nbytes for target in targets)
 
@@ -77,7 +89,7 @@ def _write(folder: Path, targets: list[Target], progress: Progress) -> dict[str,
         done += target.nbytes
         progress("writing", done, total)
 
-    write_tensors(targets, folder, on_tensor)
+    write_tensors(targets, folder, on_tensor, journal, shard_bytes)
     return hashes
 
 

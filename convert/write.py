@@ -1,40 +1,39 @@
-"""Safetensors written one tensor at a time, and a folder that appears whole or not at all.
+"""Safetensors written one tensor at a time, in shards of which finished ones are not written again.
 
 Knows nothing of sources: targets in, files and hashes out. Memory: the tensor being written and the next one.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from convert.dtypes import NUMPY, raw_bytes
-from convert.errors import ConvertError
+from convert.journal import Journal
 from convert.plan import Target
 
 SHARD_BYTES = 5_000_000_000
 FLUSH_BYTES = 64 << 20  # start the disk early: fsync at the end would wait for everything
-SPARE_BYTES = 64 << 20
+READ_BYTES = 4 << 20
 
 OnTensor = Callable[[Target, str], None]
 
 
-def write_tensors(targets: Sequence[Target], folder: Path, on_tensor: OnTensor) -> list[str]:
+def write_tensors(
+    targets: Sequence[Target], folder: Path, on_tensor: OnTensor, journal: Journal, shard_bytes: int = SHARD_BYTES
+) -> list[str]:
     """Write model.safetensors, or shards with an index; on_tensor(target, sha256) after each. Returns file names."""
-    shards = _shards(targets)
+    shards = _shards(targets, shard_bytes)
     if len(shards) == 1:
         names = ["model.safetensors"]
     else:
         names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
-        write_safetensors(folder / name, shard, on_tensor)
+        _finish(folder / name, shard, on_tensor, journal)
     if len(shards) > 1:
         weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
         total = sum(target.nbytes for target in targets)
@@ -43,11 +42,11 @@ def write_tensors(targets: Sequence[Target], folder: Path, on_tensor: OnTensor) 
     return names
 
 
-def _shards(targets: Sequence[Target]) -> list[list[Target]]:
+def _shards(targets: Sequence[Target], shard_bytes: int) -> list[list[Target]]:
     shards: list[list[Target]] = [[]]
     size = 0
     for target in targets:
-        if shards[-1] and size + target.nbytes > SHARD_BYTES:
+        if shards[-1] and size + target.nbytes > shard_bytes:
             shards.append([])
             size = 0
         shards[-1].append(target)
@@ -55,9 +54,45 @@ def _shards(targets: Sequence[Target]) -> list[list[Target]]:
     return shards
 
 
+def _finish(path: Path, targets: Sequence[Target], on_tensor: OnTensor, journal: Journal) -> None:
+    hashes = journal.finished(path.name)
+    if hashes is not None and _holds(path, targets, hashes):
+        for target in targets:
+            on_tensor(target, hashes[target.name])
+        return
+    written: dict[str, str] = {}
+
+    def on_written(target: Target, digest: str) -> None:
+        written[target.name] = digest
+        on_tensor(target, digest)
+
+    write_safetensors(path, targets, on_written)
+    journal.add(path.name, written)
+
+
+def _holds(path: Path, targets: Sequence[Target], hashes: dict[str, str]) -> bool:
+    """Whether the shard on the disk is what was written, to the last byte."""
+    ordered = _ordered(targets)
+    header = _header(ordered)
+    if not path.is_file() or path.stat().st_size != len(header) + sum(target.nbytes for target in ordered):
+        return False
+    with path.open("rb") as file:
+        if file.read(len(header)) != header:
+            return False
+        for target in ordered:
+            digest, left = hashlib.sha256(), target.nbytes
+            while left:
+                piece = file.read(min(left, READ_BYTES))
+                digest.update(piece)
+                left -= len(piece)
+            if digest.hexdigest() != hashes.get(target.name):
+                return False
+    return True
+
+
 def write_safetensors(path: Path, targets: Sequence[Target], on_tensor: OnTensor) -> None:
     """Header first (shapes are known), then data; the next tensor is prepared while this one is written."""
-    ordered = sorted(targets, key=lambda t: -NUMPY[t.dtype].itemsize)  # stable: wide types first keeps data aligned
+    ordered = _ordered(targets)
     with path.open("wb") as file, ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as flusher:
         file.write(_header(ordered))
         pending = reader.submit(ordered[0].read)
@@ -76,6 +111,11 @@ def write_safetensors(path: Path, targets: Sequence[Target], on_tensor: OnTensor
                 unflushed, flush = 0, flusher.submit(os.fdatasync, file.fileno())
         file.flush()
         os.fsync(file.fileno())
+
+
+def _ordered(targets: Sequence[Target]) -> list[Target]:
+    """Wide types first, which keeps data aligned; else as they come."""
+    return sorted(targets, key=lambda target: -NUMPY[target.dtype].itemsize)
 
 
 def _header(targets: Sequence[Target]) -> bytes:
@@ -99,64 +139,3 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def check_free_disk(folder: Path, nbytes: int) -> None:
-    """Raises ConvertError when `nbytes` will not fit, with both numbers."""
-    free = shutil.disk_usage(folder).free
-    if free < nbytes + SPARE_BYTES:
-        raise ConvertError(f"needs {nbytes + SPARE_BYTES:,} bytes of disk, {free:,} are free", folder)
-
-
-@contextmanager
-def atomic_folder(destination: Path, notice: Callable[[str], None]) -> Iterator[Path | None]:
-    """A temporary folder that becomes `destination` when the block ends well and vanishes when it does not.
-
-    One process at a time: a second one waits, then gets None if the first has finished the folder. What a killed run
-    left behind is removed.
-    """
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    temporary = destination.parent / f".{destination.name}.partial"
-    with _lock(destination.parent / f".{destination.name}.lock", notice):
-        if destination.exists():
-            yield None
-            return
-        if temporary.exists():
-            notice(f"removing {temporary}, left by a conversion that was interrupted")
-            shutil.rmtree(temporary)
-        temporary.mkdir()
-        try:
-            yield temporary
-            _sync_folder(temporary)
-            temporary.rename(destination)
-            _sync_folder(destination.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextmanager
-def _lock(path: Path, notice: Callable[[str], None]) -> Iterator[None]:
-    """Exclusive between processes, freed by the system when one dies. The file is removed by its last holder."""
-    while True:
-        file = path.open("w")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            notice("waiting for another process that converts the same checkpoint")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
-            break
-        file.close()
-    try:
-        yield
-    finally:
-        path.unlink()
-        file.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

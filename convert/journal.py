@@ -1,0 +1,81 @@
+"""What an interrupted conversion had finished, so that the next one writes only the rest.
+
+Knows nothing of tensors' meaning. A shard is believed if the journal of the same plan lists it and its bytes still
+have the hashes in that list; everything else in the folder is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from convert.plan import Target
+from convert.source import Source
+
+JOURNAL = "journal.jsonl"
+
+
+class Journal:
+    """Lines of JSON in the folder that grows: the plan first, then each finished shard with its tensors' hashes."""
+
+    def __init__(self, folder: Path, plan: str) -> None:
+        self.path = folder / JOURNAL
+        lines = _sound_lines(self.path)
+        same = bool(lines) and lines[0] == {"plan": plan}
+        self.shards = {str(row["file"]): dict(row["sha256"]) for row in lines[1:]} if same else {}
+        _keep_only(folder, {*self.shards, JOURNAL} if same else set())
+        if not same:
+            self._append({"plan": plan})
+
+    def finished(self, file: str) -> dict[str, str] | None:
+        """Tensor -> SHA-256 of a shard that an earlier run finished, None if it did not."""
+        return self.shards.get(file)
+
+    def add(self, file: str, hashes: dict[str, str]) -> None:
+        """`file` is on the disk, whole."""
+        self._append({"file": file, "sha256": hashes})
+
+    def close(self) -> None:
+        """The folder is complete: it must not carry the journal."""
+        self.path.unlink()
+
+    def _append(self, row: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _sound_lines(path: Path) -> list[dict[str, Any]]:
+    """A kill may have cut the last line, which then does not count; it is cut off, so that the next one starts anew."""
+    if not path.is_file():
+        return []
+    raw = path.read_bytes()
+    whole = raw.rfind(b"\n") + 1
+    os.truncate(path, whole)
+    try:
+        return [json.loads(line) for line in raw[:whole].splitlines()]
+    except ValueError:  # a power cut can leave anything
+        return []
+
+
+def _keep_only(folder: Path, names: set[str]) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in names:
+            path.unlink()
+
+
+def plan_digest(source: Source, targets: Sequence[Target], version: int) -> str:
+    """Changes with the plan, and with the name, size or time of any file of the source."""
+    files = {target.source.path for target in targets}
+    files |= {path for path in source.path.iterdir() if path.is_file()} if source.path.is_dir() else {source.path}
+    states = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
+    rows = [(t.name, t.dtype, t.shape, t.source.name, t.source.stored, t.transform) for t in targets]
+    return hashlib.sha256(json.dumps([version, states, rows]).encode()).hexdigest()
