@@ -10,18 +10,22 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from server.body import Body
+from server.engine.messages import Pooling
 from server.schemas import Message, Prompt, TokenId
 
 
 class EmbeddingsBody(Body):
-    """POST /v1/embeddings. input as in completions' prompt. One vector of length 1 for each, of its last token."""
+    """POST /v1/embeddings. input as in completions' prompt. One vector of length 1 for each.
+
+    pooling: "last", the state of the last token (the default), or "mean", of all tokens.
+    """
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"input": ["first text", "second text"]}]})
 
     model: str | None = None
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
-    pooling: Literal["last"] | None = None
+    pooling: Pooling | None = None
     dimensions: None = None
     user: str | None = None
     add_special_tokens: bool | None = None

@@ -144,7 +144,9 @@ def test_embeddings_by_the_official_client(live_server: LiveServer, http: httpx.
     reply = post(http, "/v1/embeddings", input=[*b"abc"])
     assert reply["pooling"] == "last" and reply["data"][0]["embedding"] == pytest.approx(plain[0], abs=1e-6)
     assert reply["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
-    for body in ({"input": ""}, {"input": "a", "pooling": "mean"}, {"input": "a", "dimensions": 8}, {"input": [259]}):
+    mean = post(http, "/v1/embeddings", input="abc", pooling="mean")
+    assert mean["pooling"] == "mean" and mean["data"][0]["embedding"] != pytest.approx(plain[0], abs=1e-3)
+    for body in ({"input": ""}, {"input": "a", "pooling": "max"}, {"input": "a", "dimensions": 8}, {"input": [259]}):
         assert http.post("/v1/embeddings", json=body).status_code == 400
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from model.batch import Batch
 from model.decoder import Decoder
 from model.kv_cache import KVCache
-from server.engine.messages import Abort, EngineConfig, GrammarSpec, Query, Row, SamplingParams, Submit
+from server.engine.messages import Abort, EngineConfig, GrammarSpec, Pooling, Query, Row, SamplingParams, Submit
 from server.engine.plan import PlanRow
 from server.engine.request import Request, Sequence
 from server.engine.startup import build_engine
@@ -351,18 +351,32 @@ def test_the_warm_up_leaves_no_trace(tiny_model: Callable[..., Path]) -> None:
 # ---- what is reported -------------------------------------------------------------------------------------
 
 
-def test_embeddings_have_length_one_whatever_the_chunks_and_leave_their_pages(tiny_model: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_have_length_one_whatever_the_chunks_and_leave_their_pages(
+    tiny_model: Callable[..., Path], pooling: Pooling
+) -> None:
     prompt = Submit.pack(list(range(30)))
     found = []
     for budget in (256, 7):
         engine = Setup(budget=budget).engine(tiny_model())
-        (row,) = run(engine, Submit("e", prompt, SamplingParams(1), kind="embed"))
+        (row,) = run(engine, Submit("e", prompt, SamplingParams(1), kind="embed", pooling=pooling))
         assert row.finish == "length" and row.tokens == () and row.embedding is not None
         found.append(row.embedding)
-        (row,) = run(engine, Submit("e2", prompt, SamplingParams(1), kind="embed"))
+        (row,) = run(engine, Submit("e2", prompt, SamplingParams(1), kind="embed", pooling=pooling))
         assert row.cached_tokens == 0 and row.embedding == found[0]
         assert run(engine, Submit("g", prompt, SamplingParams(1)))[0].cached_tokens == 28
     assert found[0] == found[1] and sum(x * x for x in found[0]) == pytest.approx(1, abs=1e-5)
+
+
+def test_embeddings_are_what_transformers_computes(tiny_model: Callable[..., Path]) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder, prompt = tiny_model(), list(range(30))
+    states = transformers.AutoModel.from_pretrained(folder)(torch.tensor([prompt])).last_hidden_state[0]
+    expected: dict[Pooling, torch.Tensor] = {"last": states[-1], "mean": states.mean(0)}
+    engine = Setup(budget=7).engine(folder)
+    for pooling, state in expected.items():
+        (row,) = run(engine, Submit(pooling, Submit.pack(prompt), SamplingParams(1), kind="embed", pooling=pooling))
+        assert row.embedding == pytest.approx((state / state.norm()).tolist(), abs=1e-4)
 
 
 def test_max_tokens_0_scores_the_prompt_and_ends(tiny_model: Callable[..., Path]) -> None:

@@ -65,6 +65,20 @@ def test_a_long_prompt_proceeds_while_others_decode_and_they_do_not_stall() -> N
     assert planned(engine)[1:16] == [[("s0", 1), ("s1", 1), ("s2", 1), ("s3", 1), ("long", 4)]] * 15
 
 
+def test_a_crowd_of_prompts_shares_a_larger_part_of_the_step() -> None:
+    """One stream against five prompts, four of which may run beside it: each prompt that could move on counts."""
+    engine = rig(pages=64, budget=64, max_num_seqs=5, mixed_chunk=4)
+    engine.submit("stream", prompt_of(3), max_tokens=40)
+    engine.step()
+    for index in range(5):
+        engine.submit(f"p{index}", prompt_of(30, index + 1), max_tokens=40)
+    shared = []
+    for _ in range(8):
+        engine.step()
+        shared.append(sum(count for name, count in planned(engine)[-1] if name.startswith("p") and count > 1))
+    assert shared == [16, 16, 12, 12, 12, 8, 8, 8]
+
+
 def test_the_running_limit_holds_and_counts_every_choice() -> None:
     engine = rig(max_num_seqs=3)
     engine.submit("a", prompt_of(4), n=2)

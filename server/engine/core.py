@@ -19,16 +19,15 @@ from server.engine.messages import (
     FinishReason,
     GrammarSpec,
     Query,
-    Row,
     StepOutput,
     Submit,
-    TokenLogprob,
 )
 from server.engine.plan import Pending, PlanRow, RowResult, Runner, SampledToken, StepPlan
 from server.engine.request import Request, Sequence
 from server.engine.resident import ResidentMemory
 from server.engine.scheduler import Scheduler
 from server.engine.stats import Counters, engine_stats
+from server.engine.step_rows import StepRows
 from server.engine.views import VIEWS
 
 NAN = "no token could be sampled: the model produced NaN or infinite logits (or the request rules out every token)"
@@ -59,7 +58,7 @@ class Engine:
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._launched: tuple[StepPlan, Pending] | None = None
-        self._rows: list[Row] = []
+        self._rows = StepRows(clock)
         self._resident = ResidentMemory()
         self._kv_resident = ResidentMemory(kv_resident or (lambda: info.kv_bytes_allocated), KV_RESIDENT_INTERVAL_NS)
         self._counters = Counters()
@@ -79,7 +78,7 @@ class Engine:
         request = Request.from_submit(submit, self._clock())
         error = self._bad_token(request) or self.scheduler.refusal(request) or self._constrain(request, submit.grammar)
         if error is not None:
-            self._rows.append(Row(submit.id, 0, finish="error", error=error))
+            self._rows.refuse(submit.id, error)
             request.let_go()
             return
         self._requests[submit.id] = request
@@ -142,7 +141,7 @@ class Engine:
         due = self._launch(plan)
         if due is not None:
             self._collect(*due)
-        rows, self._rows = tuple(self._rows), []
+        rows = self._rows.take()
         assert rows or due or plan.rows or not self._requests, "nothing runs, yet requests wait"
         return StepOutput(rows, self._stats(plan, started), self.tables.take_changes())
 
@@ -175,7 +174,8 @@ class Engine:
             self._fail_nan(request)
         if not sequence.finished:
             self.tables.register(sequence, row.end)
-            self._take_prompt(row, result)
+            if request.prompt_logprobs is not None or not request.prompt_counted:
+                self._take_prompt(row, result)
         for sample, token in zip(row.samples, result.tokens, strict=False):
             if not sample.finished:
                 self._take_token(sample, token, now)
@@ -207,9 +207,9 @@ class Engine:
         if finish is not None:
             self.scheduler.remove(sequence)
         if sequence.request.is_ranked:
-            self._hold(sequence, sampled, finish)
+            self._rows.hold(sequence, sampled, finish)
         else:
-            self._report(sequence, (sampled.token,), (sampled.logprob,) if sampled.logprob else (), finish)
+            self._rows.report(sequence, (sampled.token,), (sampled.logprob,) if sampled.logprob else (), finish)
         if finish is not None:
             self._forget_if_done(sequence.request)
 
@@ -230,55 +230,6 @@ class Engine:
         at_limit = len(sequence.tokens) >= self.scheduler.limits.max_model_len
         return "length" if at_limit or sequence.num_output >= request.params.max_tokens else None
 
-    # ---- reporting ----------------------------------------------------------------------------------------
-
-    def _report(
-        self,
-        sequence: Sequence,
-        tokens: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-        finish: FinishReason | None = None,
-        error: str | None = None,
-        embedding: tuple[float, ...] | None = None,
-    ) -> None:
-        request, is_first = sequence.request, not sequence.reported
-        sequence.reported = True
-        scored = request.prompt_logprobs
-        self._rows.append(
-            Row(
-                id=request.id,
-                choice=sequence.choice,
-                tokens=tokens,
-                logprobs=logprobs,
-                prompt_logprobs=tuple(scored) if scored is not None and is_first else None,
-                finish=finish,
-                stop_token=tokens[-1] if finish == "stop" and tokens[-1] in request.stop_ids else None,
-                error=error,
-                cached_tokens=request.num_cached if is_first else None,
-                usage=sequence.usage() if finish else None,
-                times=sequence.times(self._clock()) if finish or is_first else None,
-                embedding=embedding,
-            )
-        )
-
-    def _hold(self, sequence: Sequence, sampled: SampledToken, finish: FinishReason | None) -> None:
-        """best_of: keep the token; when the last choice ends, report the n best by mean log-probability."""
-        assert sampled.logprob is not None
-        sequence.held.append(sampled.logprob)
-        sequence.finish = finish
-        request = sequence.request
-        if all(other.finished for other in request.sequences):
-            self._report_best(request)
-
-    def _report_best(self, request: Request) -> None:
-        ranked = sorted(request.sequences, key=lambda sequence: -sequence.mean_logprob)
-        best, dropped = ranked[: request.params.n], ranked[request.params.n :]
-        best[0].byte_ns += sum(sequence.byte_ns for sequence in dropped)  # the request pays for all of them
-        for choice, sequence in enumerate(best):
-            sequence.choice = choice
-            wanted = tuple(sequence.held) if request.params.logprobs is not None else ()
-            self._report(sequence, sequence.output_ids(), wanted, sequence.finish)
-
     def _fail_nan(self, request: Request) -> None:
         self._counters.nan_rows += 1
         for sequence in request.sequences:
@@ -294,7 +245,7 @@ class Engine:
             live = request.sequences[: request.params.n]
             live[0].byte_ns += sum(sequence.byte_ns for sequence in request.sequences[request.params.n :])
         for sequence in live:
-            self._report(sequence, finish=finish, error=error)
+            self._rows.report(sequence, finish=finish, error=error)
         self._forget_if_done(request)
 
     def _end_choice(self, request: Request, choice: int) -> None:
@@ -303,7 +254,7 @@ class Engine:
         if sequence is None or sequence.finished or not sequence.reported:
             return
         self.scheduler.remove(sequence)
-        self._report(sequence, finish="abort")
+        self._rows.report(sequence, finish="abort")
         self._forget_if_done(request)
 
     def _end_unsampled(self, request: Request, result: RowResult) -> None:
@@ -311,7 +262,7 @@ class Engine:
         for sequence in request.sequences:
             self.scheduler.remove(sequence)
         for sequence in request.sequences[: request.params.n]:
-            self._report(sequence, finish="length", embedding=result.embedding)
+            self._rows.report(sequence, finish="length", embedding=result.embedding)
         self._forget_if_done(request)
 
     def _forget_if_done(self, request: Request) -> None:

@@ -103,10 +103,8 @@ class PageTables:
 
     def register(self, sequence: Sequence, end: int) -> None:
         """Tokens before `end` are computed: their full pages may be found by others."""
-        if not self.prefix_caching:
-            return
         full = min(end, sequence.num_computed) // self.page_size
-        if full <= sequence.num_registered:
+        if full <= sequence.num_registered or not self.prefix_caching:
             return
         sequence.extend_keys(self.page_size, full)
         for index in range(sequence.num_registered, full):

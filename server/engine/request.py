@@ -16,6 +16,7 @@ from functools import cached_property
 from server.engine.grammar import Matcher
 from server.engine.messages import FinishReason, RequestTimes, RequestUsage, SamplingParams, Submit, TokenLogprob
 from server.engine.pages import Key, page_key, root_key
+from server.engine.pooling import MeanState
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +137,7 @@ class Request:
     num_cached: int | None = None  # prompt tokens the first admission found in the prefix cache
     prompt_counted: bool = False
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    mean_state: MeanState | None = None  # an embedding that is the mean of all states
     prompt_scored: bool = True  # False while prompt logprobs are wanted and not all planned
 
     @classmethod
@@ -148,6 +150,8 @@ class Request:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prompt)
             request.prompt_scored = False
+        if submit.kind == "embed" and submit.pooling == "mean":
+            request.mean_state = MeanState()
         width = max(params.n, params.best_of or 0)
         request.sequences = [Sequence(request, choice, prompt[:], len(prompt)) for choice in range(width)]
         request.unstarted = request.sequences[1:]

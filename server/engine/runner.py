@@ -132,16 +132,20 @@ class ModelRunner:
             request = row.sequence.request
             if targets := scored_tokens(row):
                 part.prompt_logprobs[index] = self._score(own[: len(targets)], targets, request.params.prompt_logprobs)
+            if request.mean_state is not None:
+                request.mean_state.add(row.start, own.double().cpu().numpy())
             if not request.generates and row.end == request.prompt_len:
-                self._end_unsampled(part, index, own[-1].float())
+                self._end_unsampled(part, index, own[-1])
         return part
 
     def _end_unsampled(self, part: Part, index: int, last: Tensor) -> None:
-        """An embedding is the state of the last token [D], scaled to length one."""
-        if not last.isfinite().all():
+        """An embedding is the state of the last token [D], or the mean of all, scaled to length one."""
+        request = part.rows[index].sequence.request
+        state = last if request.mean_state is None else torch.from_numpy(request.mean_state.value())
+        if not state.isfinite().all():
             part.broken.append(index)
-        elif part.rows[index].sequence.request.kind == "embed":
-            part.embeddings[index] = tuple(normalize(last, dim=0).tolist())
+        elif request.kind == "embed":
+            part.embeddings[index] = tuple(normalize(state.float(), dim=0).tolist())
 
     def _to_device(self, packed: PackedRows, rows: list[PlanRow]) -> Batch:
         def tensor(values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:

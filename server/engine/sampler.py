@@ -71,6 +71,8 @@ def _bias(sequence: Sequence, index: int) -> Entries | None:
     One entry a token: a banned one stays banned whatever its bias.
     """
     params = sequence.request.params
+    if not (params.logit_bias or params.bad_words or index < params.min_tokens):
+        return None
     values = dict(params.logit_bias)
     if index < params.min_tokens:
         values.update(zip(params.stop_token_ids, repeat(BANNED)))

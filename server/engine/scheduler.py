@@ -23,8 +23,9 @@ from server.engine.waiting import WaitingQueue
 class Limits:
     """max_model_len: prompt and output of one choice together. prompt_logits: rows a step for prompt logprobs.
 
-    mixed_chunk: prompt tokens in a step that also decodes (None: whatever the budget leaves); it bounds how long a
-    running stream waits for somebody else's prompt.
+    mixed_chunk: prompt tokens in a step that also decodes, for each prompt that could move on (None: whatever the
+    budget leaves). It bounds how long a running stream waits for somebody else's prompt; where many wait, they count
+    for more, or the last of them would see its first token after all the others' chunks.
     """
 
     max_model_len: int
@@ -97,7 +98,9 @@ class Scheduler:
         limits = self.limits
         self._token_budget = max(0, limits.max_num_batched_tokens - num_decodes)
         if num_decodes and limits.mixed_chunk is not None:
-            self._token_budget = min(self._token_budget, limits.mixed_chunk)
+            room = limits.max_num_seqs - len(self.running)
+            prompts = len(self.running) - num_decodes + min(len(self.waiting), room)
+            self._token_budget = min(self._token_budget, limits.mixed_chunk * max(1, prompts))
         self._logit_budget = limits.prompt_logits
 
     def _decodes(self, sequence: Sequence) -> bool:
@@ -119,25 +122,18 @@ class Scheduler:
         return not ends and not request.needs_history
 
     def _plan_running(self, decoding: list[bool], plan: StepPlan) -> None:
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            count = 1 if decoding[index] else self._take_chunk(sequence)
-            end = sequence.num_computed + count
-            if end > sequence.writable and count and not self._make_room(sequence, end, plan):
+        for sequence, decodes in zip(self.running, decoding, strict=False):  # the preempted leave at the far end
+            start = sequence.num_computed
+            end = start + (1 if decodes else self._take_chunk(sequence))
+            if end > sequence.writable and end > start and not self._make_room(sequence, end, plan):
                 return
-            if decoding[index]:
-                self._add_decode(sequence, plan)
-            elif count:
-                self._add_row(sequence, count, plan)
-            index += 1
-
-    def _add_decode(self, sequence: Sequence, plan: StepPlan) -> None:
-        start = sequence.num_computed
-        sequence.num_computed = start + 1
-        sequence.num_in_flight += 1
-        plan.rows.append(PlanRow(sequence, start, start + 1, [sequence]))
-        plan.num_tokens += 1
+            if decodes:
+                sequence.num_computed = end
+                sequence.num_in_flight += 1
+                plan.rows.append(PlanRow(sequence, start, end, [sequence]))
+                plan.num_tokens += 1
+            elif end > start:
+                self._add_row(sequence, end - start, plan)
 
     def _take_chunk(self, sequence: Sequence) -> int:
         """Tokens of a prompt to compute in this step, taken off the budget."""

@@ -48,7 +48,7 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
             for index, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": count, "total_tokens": count}
-        reply = {"object": "list", "data": data, "model": model, "pooling": "last", "usage": usage}
+        reply = {"object": "list", "data": data, "model": model, "pooling": body.pooling or "last", "usage": usage}
         return Response(dumps(reply | ({"warnings": warnings} if warnings else {})), media_type="application/json")
 
     response = await unless_disconnected(request.receive, work())
@@ -61,7 +61,15 @@ def embed_submits(
     request_id, tenant = f"{request.state.request_id}.{service.next_serial()}", request.state.caller.tenant
     nothing = SamplingParams(max_tokens=0)
     return [
-        Submit(f"{request_id}-{index}", Submit.pack(tokens), nothing, tenant, body.priority or 0, "embed")
+        Submit(
+            f"{request_id}-{index}",
+            Submit.pack(tokens),
+            nothing,
+            tenant,
+            body.priority or 0,
+            "embed",
+            pooling=body.pooling or "last",
+        )  # fmt: skip
         for index, tokens in enumerate(prompts)
     ]
 
