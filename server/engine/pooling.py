@@ -19,7 +19,7 @@ class MeanState:
         self._total: States = np.zeros(0)
 
     def add(self, start: int, states: States) -> None:
-        """states [N, D] of tokens start ... A chunk that is run again counts once; from 0 on, everything begins anew."""
+        """states [N, D] of tokens start ... A chunk that is run again counts once; 0 begins anew."""
         if start == 0:
             self._end, self._total = 0, np.zeros(states.shape[1])
         if start == self._end:

@@ -69,7 +69,7 @@ def embed_submits(
             body.priority or 0,
             "embed",
             pooling=body.pooling or "last",
-        )  # fmt: skip
+        )
         for index, tokens in enumerate(prompts)
     ]
 
