@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -13,15 +13,19 @@ from model.config import load_config
 from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.kv_cost import layout_for
+from model.ops.interface import Ops
 from model.ops.reference import ReferenceOps
 from model.ops.select import ops_for
 from model.weights import load_decoder
 from server.engine.core import Engine
+from server.engine.decode_graphs import DecodeGraphs, graph_sizes
 from server.engine.grammar import Grammars
+from server.engine.last_tokens import LastTokens
 from server.engine.messages import Row, Submit
 from server.engine.page_tables import PageTables
 from server.engine.runner import Model, ModelRunner
 from server.engine.scheduler import Limits, Scheduler
+from server.engine.stream import HostStream, StagedStream, Stream
 from tests.fake_device import info
 
 CPU = torch.device("cpu")
@@ -35,7 +39,10 @@ def decoder_of(folder: Path, reference: bool = False, dtype: str = "float32") ->
 
 @dataclass(frozen=True)
 class Setup:
-    """pages leaves out the scratch page. reference: plain torch, also where there are kernels."""
+    """pages leaves out the scratch page. reference: plain torch, also where there are kernels.
+
+    graphs: overlapping steps as on a GPU, with staged copies and recorded decodes; a recording here is the function.
+    """
 
     pages: int = 400
     page_size: int = 4
@@ -43,13 +50,20 @@ class Setup:
     max_num_seqs: int = 32
     prefix_caching: bool = True
     overlaps: bool = False
+    graphs: bool = False
     reference: bool = False
     dtype: str = "float32"
     kv_dtype: str | None = None
 
-    def engine(self, folder: Path, wrap: Callable[[Decoder], Model] = lambda decoder: decoder) -> Engine:
-        """wrap stands between the runner and the decoder, so that a test can make a forward go wrong."""
+    def engine(
+        self, folder: Path, wrap: Callable[[Decoder], Model] = lambda decoder: decoder, ops: Ops | None = None
+    ) -> Engine:
+        """wrap stands between the runner and the decoder, so that a test can make a forward go wrong.
+
+        ops take the place of the reference operations.
+        """
         decoder, config = decoder_of(folder, self.reference, self.dtype), load_config(folder)
+        decoder = decoder if ops is None else replace(decoder, ops=ops)
         layout = layout_for(config, self.page_size, self.kv_dtype or self.dtype)
         kv = KVCache(layout, (self.pages + 1,) * len(layout.groups), CPU)
         for storage in kv.storages:
@@ -59,7 +73,14 @@ class Setup:
         scheduler = Scheduler(
             Limits(length, self.max_num_seqs, self.budget, prompt_logits=max(1, self.budget // 4)), tables
         )
-        runner = ModelRunner(wrap(decoder), kv, decoder.ops, config.vocab_size, CPU, self.overlaps)
+        late = self.overlaps or self.graphs
+        last = LastTokens(self.max_num_seqs, config.vocab_size, CPU) if late else None
+        stream: Stream = StagedStream(CPU) if self.graphs else HostStream()
+        graphs = None
+        if self.graphs and last is not None:
+            graphs = DecodeGraphs(decoder, kv, stream, last, graph_sizes(self.max_num_seqs), length)
+            graphs.record(lambda work: work)
+        runner = ModelRunner(wrap(decoder), kv, decoder.ops, config.vocab_size, stream, last, graphs)
         grammars = Grammars(folder, config.vocab_size)
         return Engine(scheduler, runner, info(length, config.vocab_size), grammars=grammars)
 

@@ -13,7 +13,8 @@ from model.batch import Sampled
 from model.ops.reference import ReferenceOps
 from server.engine.messages import SamplingParams, Submit, TokenLogprob
 from server.engine.request import Request, Sequence
-from server.engine.sampler import prompt_batch, prompt_logprobs, sample_batch, sampled_tokens
+from server.engine.sampler import ScoredPrompt, prompt_batch, prompt_logprobs, sample_batch, sampled_tokens
+from server.engine.stream import HostStream
 
 V = 12
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def sample(*sequences: Sequence, logits: torch.Tensor = LOGITS) -> list[int]:
 
 def run(*sequences: Sequence, logits: torch.Tensor = LOGITS):  # type: ignore[no-untyped-def]
     rows = [(one, one.num_output) for one in sequences]
-    return sampled_tokens(rows, ReferenceOps().sample(logits.repeat(len(rows), 1), sample_batch(rows, V, CPU)))
+    return sampled_tokens(rows, ReferenceOps().sample(logits.repeat(len(rows), 1), sample_batch(rows, V, HostStream())))
 
 
 def test_greedy_takes_the_best() -> None:
@@ -43,7 +44,7 @@ def test_greedy_takes_the_best() -> None:
 
 
 def test_a_row_without_wishes_has_no_sparse_parts() -> None:
-    batch = sample_batch([(sequence(), 0)], V, CPU)
+    batch = sample_batch([(sequence(), 0)], V, HostStream())
     assert (batch.bias, batch.allowed, batch.repetition, batch.frequency, batch.num_logprobs) == (None,) * 4 + (-1,)
 
 
@@ -140,7 +141,7 @@ def test_what_is_not_finite_is_marked() -> None:
     logits[1, 5] = math.nan
     logits[2, 5] = math.inf
     rows = [(sequence(), 0)] * 3
-    tokens = sampled_tokens(rows, ReferenceOps().sample(logits, sample_batch(rows, V, CPU)))
+    tokens = sampled_tokens(rows, ReferenceOps().sample(logits, sample_batch(rows, V, HostStream())))
     assert [token.finite for token in tokens] == [True, False, False]
     assert tokens[0].token == 1
 
@@ -149,11 +150,12 @@ def test_prompt_logprobs_name_the_token_that_follows_and_the_best() -> None:
     logits = torch.stack([LOGITS, LOGITS.flip(0)])
     table = logits.log_softmax(-1)
     best: Sampled = ReferenceOps().sample(logits.clone(), prompt_batch(2, 1, CPU))
-    assert prompt_logprobs(table, [7, 0], best, 1) == [
+    chosen = torch.stack([table[0, 7], table[1, 0]])
+    assert prompt_logprobs(ScoredPrompt([7, 0], chosen, best.top_ids, best.top_logprobs)) == [
         TokenLogprob(7, table[0, 7].item(), ((1, table[0, 1].item()),)),
         TokenLogprob(0, table[1, 0].item(), ((10, table[1, 10].item()),)),
     ]
-    assert prompt_logprobs(table, [7, 0], best, 0) == [
+    assert prompt_logprobs(ScoredPrompt([7, 0], chosen, None, None)) == [
         TokenLogprob(7, table[0, 7].item()),
         TokenLogprob(0, table[1, 0].item()),
     ]

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import torch
-
 from model.kv_cost import KVGroup, KVLayout
 from server.engine.core import Engine
 from server.engine.messages import EngineInfo, SamplingParams, Submit
@@ -23,6 +21,7 @@ from server.engine.plan import RowResult, SampledToken, StepPlan
 from server.engine.runner import pack
 from server.engine.sampler import sample_batch
 from server.engine.scheduler import Limits, Scheduler
+from server.engine.stream import HostStream
 
 VOCAB = 50_000
 LAYOUT = KVLayout(16, (KVGroup(tuple(range(30)), None, 3, 64, "bfloat16"),))
@@ -48,7 +47,7 @@ class InstantRunner:
     def launch(self, plan: StepPlan) -> Instant:
         packed = self.pack(plan.rows, 1, LAYOUT.page_size)
         if packed.samples:
-            self.sample_batch(packed.samples, VOCAB, torch.device("cpu"))
+            self.sample_batch(packed.samples, VOCAB, HostStream())
         return Instant(plan)
 
 

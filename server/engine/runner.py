@@ -1,26 +1,37 @@
 """From a plan to tokens: pack the batch, run the decoder, sample; a step that lacks memory is rerun by halves.
 
-Knows no policy and no request states; names no device.
+Knows no policy and no request states; names no device. launch() waits for nothing that a device computes: whatever the
+host is to read is downloaded, and read in collect().
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from model.batch import Batch, Sampled
 from model.kv_cache import KVCache
 from model.ops.interface import Ops
-from server.engine.messages import TokenLogprob
-from server.engine.plan import PlanRow, RowResult, StepPlan
+from server.engine.decode_graphs import DecodeGraphs, DecodeRows
+from server.engine.last_tokens import ON_HOST, LastTokens
+from server.engine.launched_step import LaunchedStep, Part
+from server.engine.plan import PlanRow, StepPlan
 from server.engine.request import Sequence
-from server.engine.sampler import prompt_batch, prompt_logprobs, sample_batch, sampled_tokens
+from server.engine.sampler import (
+    ScoredPrompt,
+    adjusted,
+    is_plain,
+    prompt_batch,
+    sample_batch,
+    sample_columns,
+    with_dense_part,
+)
+from server.engine.stream import Stream
 
 
 class Model(Protocol):
@@ -35,71 +46,43 @@ class Model(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Part:
-    """Rows that went through the decoder together, or the one that could not."""
-
-    rows: list[PlanRow]
-    samples: list[tuple[Sequence, int]] = field(default_factory=list)
-    sampled: Sampled | None = None
-    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # by index in rows
-    embeddings: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    broken: list[int] = field(default_factory=list)  # rows whose prompt samples nothing and ended in NaN
-    error: str | None = None
-
-    def results(self) -> list[RowResult]:
-        if self.error is not None:
-            return [RowResult(error=self.error) for _ in self.rows]
-        tokens = iter(sampled_tokens(self.samples, self.sampled) if self.sampled is not None else ())
-        return [
-            RowResult(
-                tokens=[next(tokens) for _ in row.samples],
-                prompt_logprobs=self.prompt_logprobs.get(index, []),
-                embedding=self.embeddings.get(index),
-                finite=index not in self.broken,
-            )
-            for index, row in enumerate(self.rows)
-        ]
-
-
-@dataclass(slots=True)
-class LaunchedStep:
-    parts: list[Part]
-
-    def collect(self) -> list[RowResult]:
-        return [result for part in self.parts for result in part.results()]
-
-
 class ModelRunner:
-    """One decoder and its cache. overlaps: the device computes on after launch() returns."""
+    """One decoder and its cache on one device."""
 
     def __init__(
-        self, model: Model, kv: KVCache, ops: Ops, vocab_size: int, device: torch.device, overlaps: bool = False
+        self,
+        model: Model,
+        kv: KVCache,
+        ops: Ops,
+        vocab_size: int,
+        stream: Stream,
+        last: LastTokens | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        self.overlaps = overlaps
+        """last: the device computes on after launch() returns. graphs: recorded decode steps, over the same `last`."""
+        self.overlaps = last is not None
         self._model = model
         self._kv = kv
         self._ops = ops
         self._vocab_size = vocab_size
-        self._device = device
-        self._last_sampled: dict[int, Tensor] = {}  # id(sequence) -> [] i64, its token in the step before
+        self._stream = stream
+        self._last = last
+        self._graphs = graphs
 
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         for group, copies in enumerate(plan.copies):
             if copies:
                 self._copy_pages(group, copies)
-        step = LaunchedStep(self._run(plan.rows))
-        if self.overlaps:
-            self._last_sampled = {
-                id(sequence): part.sampled.ids[index]
-                for part in step.parts
-                if part.sampled is not None
-                for index, (sequence, _) in enumerate(part.samples)
-            }
-        return step
+        parts = self._run(plan.rows)
+        if self._last is not None:
+            pieces = [(part.samples, part.sampled.ids) for part in parts if part.sampled is not None]
+            self._last.keep([([sequence for sequence, _ in samples], ids) for samples, ids in pieces])
+        return LaunchedStep(parts, self._stream.mark())
 
     def _copy_pages(self, group: int, copies: list[tuple[int, int]]) -> None:
-        source, target = torch.tensor(copies, dtype=torch.int64, device=self._device).unbind(1)
+        columns = [torch.tensor(column, dtype=torch.int64) for column in zip(*copies, strict=True)]
+        source, target = self._stream.upload(columns)
         for layer in self._kv.layout.groups[group].layers:
             self._ops.copy_pages(self._kv.layer(layer), source, target)
 
@@ -117,67 +100,105 @@ class ModelRunner:
         half = len(rows) // 2
         return self._run(rows[:half]) + self._run(rows[half:])
 
-    @torch.inference_mode()
     def _forward(self, rows: list[PlanRow]) -> Part:
         packed = pack(rows, len(self._kv.layout.groups), self._kv.layout.page_size)
-        batch = self._to_device(packed, rows)
-        hidden = self._model.hidden(batch, self._kv)  # [T, D]
+        size = self._graphs.size_for(len(rows)) if self._graphs is not None and decodes_only(rows) else None
         part = Part(rows, samples=packed.samples)
+        if self._graphs is not None and size is not None:
+            part.sampled = self._replay(self._graphs, packed, rows, size)
+        else:
+            self._run_eagerly(part, packed)
+        if part.sampled is not None:
+            part.on_host = self._download(part.sampled)
+        return part
+
+    def _replay(self, graphs: DecodeGraphs, packed: PackedRows, rows: list[PlanRow], size: int) -> Sampled:
+        source = torch.from_numpy(graphs.last.sources(rows))
+        tables = [torch.from_numpy(table) for table in packed.page_table]
+        columns = sample_columns(packed.samples)
+        inputs = torch.from_numpy(packed.token_ids), source, torch.from_numpy(packed.kv_lens), tables, columns
+        graphs.forward(DecodeRows(*inputs), size)
+        batch = adjusted(columns, packed.samples, self._vocab_size, self._stream)
+        if is_plain(batch):
+            return graphs.sample_plain(len(rows), size)
+        logits, on_device = graphs.unsampled(len(rows), size)
+        return self._ops.sample(logits, with_dense_part(batch, on_device))
+
+    def _run_eagerly(self, part: Part, packed: PackedRows) -> None:
+        batch = self._to_device(packed, part.rows)
+        hidden = self._model.hidden(batch, self._kv)  # [T, D]
         if packed.samples:
             logits = self._model.logits(hidden.index_select(0, batch.logits_rows))
-            inputs = sample_batch(packed.samples, self._vocab_size, self._device)
-            part.sampled = self._ops.sample(logits, inputs)
-        for index, row in enumerate(rows):
+            part.sampled = self._ops.sample(logits, sample_batch(packed.samples, self._vocab_size, self._stream))
+        for index, row in enumerate(part.rows):
             own = hidden[int(packed.q_starts[index]) : int(packed.q_starts[index + 1])]
             request = row.sequence.request
             if targets := scored_tokens(row):
-                part.prompt_logprobs[index] = self._score(own[: len(targets)], targets, request.params.prompt_logprobs)
+                part.scored[index] = self._score(own[: len(targets)], targets, request.params.prompt_logprobs or 0)
             if request.mean_state is not None:
-                request.mean_state.add(row.start, own.double().cpu().numpy())
-            if not request.generates and row.end == request.prompt_len:
-                self._end_unsampled(part, index, own[-1])
-        return part
-
-    def _end_unsampled(self, part: Part, index: int, last: Tensor) -> None:
-        """An embedding is the state of the last token [D], or the mean of all, scaled to length one."""
-        request = part.rows[index].sequence.request
-        state = last if request.mean_state is None else torch.from_numpy(request.mean_state.value())
-        if not state.isfinite().all():
-            part.broken.append(index)
-        elif request.kind == "embed":
-            part.embeddings[index] = tuple(normalize(state.float(), dim=0).tolist())
+                part.states[index] = self._stream.download(own)
+            elif not request.generates and row.end == request.prompt_len:
+                part.states[index] = self._stream.download(own[-1:])
 
     def _to_device(self, packed: PackedRows, rows: list[PlanRow]) -> Batch:
-        def tensor(values: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-            return torch.from_numpy(values).to(self._device)
-
-        token_ids = tensor(packed.token_ids)
-        for index, row in enumerate(rows):
-            if row.end > len(row.sequence.tokens):
-                token_ids[int(packed.q_starts[index + 1]) - 1] = self._last_sampled[id(row.sequence)]
+        columns = [packed.token_ids, packed.positions, packed.kv_lens, packed.q_starts, packed.logits_rows]
+        moved = self._stream.upload([torch.from_numpy(c) for c in (*columns, *packed.slots, *packed.page_table)])
+        token_ids, positions, kv_lens, q_starts, logits_rows, *by_group = moved
+        groups = len(packed.slots)
+        if self._last is not None:
+            self._feed(self._last, token_ids, packed, rows)
         return Batch(
             token_ids=token_ids,
-            positions=tensor(packed.positions),
-            slots=tuple(tensor(slots) for slots in packed.slots),
-            page_table=tuple(tensor(table) for table in packed.page_table),
-            kv_lens=tensor(packed.kv_lens),
-            q_starts=tensor(packed.q_starts),
-            logits_rows=tensor(packed.logits_rows),
+            positions=positions,
+            slots=tuple(by_group[:groups]),
+            page_table=tuple(by_group[groups:]),
+            kv_lens=kv_lens,
+            q_starts=q_starts,
+            logits_rows=logits_rows,
             max_q=int(np.diff(packed.q_starts).max()),
             max_kv=int(packed.kv_lens.max()),
         )
 
-    def _score(self, hidden: Tensor, targets: list[int], num_top: int | None) -> list[TokenLogprob]:
+    def _feed(self, last: LastTokens, token_ids: Tensor, packed: PackedRows, rows: list[PlanRow]) -> None:
+        """Fill in the tokens [T] that the host does not know: each is the last one of its row."""
+        source = last.sources(rows)
+        late = np.flatnonzero(source != ON_HOST)
+        if len(late):
+            ends = packed.q_starts[1:].astype(np.int64)
+            at, found = self._stream.upload([torch.from_numpy(ends[late] - 1), torch.from_numpy(source[late])])
+            token_ids.index_copy_(0, at, last.ids.index_select(0, found))
+
+    def _score(self, hidden: Tensor, targets: list[int], num_top: int) -> ScoredPrompt:
         """Log-probabilities of the tokens that follow each of the rows hidden [N, D]."""
         logits = self._model.logits(hidden)
         logprobs = logits.log_softmax(-1)
-        best = self._ops.sample(logits, prompt_batch(len(targets), num_top or 0, self._device))
-        return prompt_logprobs(logprobs, targets, best, num_top or 0)
+        (column,) = self._stream.upload([torch.tensor(targets, dtype=torch.int64).unsqueeze(1)])
+        chosen = self._stream.download(logprobs.gather(1, column).squeeze(1))
+        if not num_top:
+            return ScoredPrompt(targets, chosen, None, None)
+        best = self._download(self._ops.sample(logits, prompt_batch(len(targets), num_top, self._stream.device)))
+        return ScoredPrompt(targets, chosen, best.top_ids, best.top_logprobs)
+
+    def _download(self, sampled: Sampled) -> Sampled:
+        def host(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else self._stream.download(tensor)
+
+        ids, finite = self._stream.download(sampled.ids), self._stream.download(sampled.finite)
+        return Sampled(ids, finite, host(sampled.logprobs), host(sampled.top_ids), host(sampled.top_logprobs))
+
+
+def decodes_only(rows: list[PlanRow]) -> bool:
+    """Whether every row computes one token and samples the next one of its own sequence, and nothing else."""
+    return all(
+        row.end - row.start == 1 and len(row.samples) == 1 and not row.scores_prompt and row.samples[0] is row.sequence
+        for row in rows
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch raises a plain RuntimeError where the CPU allocator fails."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+    """torch raises a plain RuntimeError where the CPU allocator fails, an AcceleratorError where a driver call does."""
+    named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return named or "can't allocate memory" in str(error) or "CUDA error: out of memory" in str(error)
 
 
 def scored_tokens(row: PlanRow) -> list[int]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import repeat
+from dataclasses import dataclass, replace
+from itertools import islice, repeat
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,33 +20,68 @@ from model.batch import SampleBatch, Sampled
 from server.engine.messages import TokenLogprob
 from server.engine.plan import SampledToken
 from server.engine.request import Sequence
+from server.engine.stream import Stream
 
 Triple = tuple[Tensor, Tensor, Tensor]
 Entries = tuple[NDArray[np.int64], NDArray[np.float32]]  # tokens, values of one row
 BANNED = -math.inf
+DENSE = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "index")
 
 
-def sample_batch(rows: list[tuple[Sequence, int]], vocab_size: int, device: torch.device) -> SampleBatch:
-    """One entry a row: (sequence, index of the output token to sample)."""
+def sample_batch(rows: list[tuple[Sequence, int]], vocab_size: int, stream: Stream) -> SampleBatch:
+    """On the device; one entry a row: (sequence, index of the output token to sample)."""
+    columns = sample_columns(rows)
+    return adjusted(with_dense_part(columns, stream.upload(dense_part(columns))), rows, vocab_size, stream)
+
+
+def sample_columns(rows: list[tuple[Sequence, int]]) -> SampleBatch:
+    """The dense part, on the host."""
     params = [sequence.request.params for sequence, _ in rows]
-
-    def column(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(device)
-
     return SampleBatch(
-        temperature=column([p.temperature for p in params], torch.float32),
-        top_k=column([p.top_k for p in params], torch.int32),
-        top_p=column([p.top_p for p in params], torch.float32),
-        min_p=column([p.min_p for p in params], torch.float32),
-        seed=column([p.seed for p in params], torch.int64),
-        choice=column([sequence.choice for sequence, _ in rows], torch.int64),
-        index=column([index for _, index in rows], torch.int64),
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
+        seed=torch.tensor([p.seed for p in params], dtype=torch.int64),
+        choice=torch.tensor([sequence.choice for sequence, _ in rows], dtype=torch.int64),
+        index=torch.tensor([index for _, index in rows], dtype=torch.int64),
         num_logprobs=max(_num_logprobs(sequence) for sequence, _ in rows),
-        bias=_triple([_bias(sequence, index) for sequence, index in rows], device),
-        allowed=_allowed(rows, vocab_size, device),
-        repetition=_triple([_repetition(sequence) for sequence, _ in rows], device),
-        frequency=_triple([_frequency(sequence) for sequence, _ in rows], device),
     )
+
+
+def adjusted(columns: SampleBatch, rows: list[tuple[Sequence, int]], vocab_size: int, stream: Stream) -> SampleBatch:
+    """With the sparse part: penalties, biases and bans of the rows that have them, on the device.
+
+    Masks of grammars take a while: a device computes the forward meanwhile.
+    """
+    parts = {
+        "bias": _triple([_bias(sequence, index) for sequence, index in rows]),
+        "allowed": _allowed(rows, vocab_size),
+        "repetition": _triple([_repetition(sequence) for sequence, _ in rows]),
+        "frequency": _triple([_frequency(sequence) for sequence, _ in rows]),
+    }
+    present = {name: tensors for name, tensors in parts.items() if tensors is not None}
+    if not present:
+        return columns
+    moved = iter(stream.upload([tensor for tensors in present.values() for tensor in tensors]))
+    changes: dict[str, Any] = {name: tuple(islice(moved, len(tensors))) for name, tensors in present.items()}
+    return replace(columns, **changes)
+
+
+def is_plain(batch: SampleBatch) -> bool:
+    """Whether ids are all that is asked for, and the dense part says how."""
+    sparse = (batch.bias, batch.allowed, batch.repetition, batch.frequency)
+    return batch.num_logprobs < 0 and all(part is None for part in sparse)
+
+
+def dense_part(batch: SampleBatch) -> list[Tensor]:
+    """The columns, each [R]; with_dense_part takes them in this order."""
+    return [getattr(batch, name) for name in DENSE]
+
+
+def with_dense_part(batch: SampleBatch, columns: list[Tensor]) -> SampleBatch:
+    changes: dict[str, Any] = dict(zip(DENSE, columns, strict=True))
+    return replace(batch, **changes)
 
 
 def _num_logprobs(sequence: Sequence) -> int:
@@ -54,7 +91,7 @@ def _num_logprobs(sequence: Sequence) -> int:
     return wanted
 
 
-def _triple(entries: list[Entries | None], device: torch.device) -> Triple | None:
+def _triple(entries: list[Entries | None]) -> Triple | None:
     """COO (row, token, value) of the rows that have entries; None if no row has."""
     present = [(row, entry) for row, entry in enumerate(entries) if entry is not None]
     if not present:
@@ -62,7 +99,7 @@ def _triple(entries: list[Entries | None], device: torch.device) -> Triple | Non
     rows = np.concatenate([np.full(len(tokens), row, np.int64) for row, (tokens, _) in present])
     tokens = np.concatenate([tokens for _, (tokens, _) in present])
     values = np.concatenate([values for _, (_, values) in present])
-    return torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device), torch.from_numpy(values).to(device)
+    return torch.from_numpy(rows), torch.from_numpy(tokens), torch.from_numpy(values)
 
 
 def _bias(sequence: Sequence, index: int) -> Entries | None:
@@ -90,13 +127,13 @@ def _bad_words(sequence: Sequence) -> Iterator[int]:
             yield word[-1]
 
 
-def _allowed(rows: list[tuple[Sequence, int]], vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Rows that allowed_token_ids or a grammar restrict. On a GPU this runs while the forward does."""
+def _allowed(rows: list[tuple[Sequence, int]], vocab_size: int) -> tuple[Tensor, Tensor] | None:
+    """Rows that allowed_token_ids or a grammar restrict."""
     restricted = [row for row, (sequence, _) in enumerate(rows) if _is_restricted(sequence)]
     if not restricted:
         return None
     mask = np.stack([_row_mask(rows[row][0], vocab_size) for row in restricted])
-    return torch.tensor(restricted, dtype=torch.int64).to(device), torch.from_numpy(mask).to(device)
+    return torch.tensor(restricted, dtype=torch.int64), torch.from_numpy(mask)
 
 
 def _is_restricted(sequence: Sequence) -> bool:
@@ -156,14 +193,24 @@ def prompt_batch(num_rows: int, num_top: int, device: torch.device) -> SampleBat
     return SampleBatch(zeros, off.int(), zeros + 1, zeros, off, off, off, num_logprobs=num_top)
 
 
-def prompt_logprobs(logprobs: Tensor, targets: list[int], best: Sampled, num_top: int) -> list[TokenLogprob]:
-    """logprobs [N, V] f32 of N prompt rows, targets: the N tokens that follow, best: the sampler's view of the rows."""
-    column = torch.tensor(targets, dtype=torch.int64, device=logprobs.device)[:, None]
-    chosen = logprobs.gather(1, column)[:, 0].tolist()
-    if num_top == 0 or best.top_ids is None or best.top_logprobs is None:
-        return [TokenLogprob(token, value) for token, value in zip(targets, chosen, strict=True)]
-    ids, values = best.top_ids[:, :num_top].tolist(), best.top_logprobs[:, :num_top].tolist()
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """Log-probabilities of prompt tokens, on their way to the host."""
+
+    targets: list[int]  # [N]
+    chosen: Tensor  # [N] f32: of the targets
+    top_ids: Tensor | None  # [N, k] i64
+    top_logprobs: Tensor | None  # [N, k] f32
+
+
+def prompt_logprobs(scored: ScoredPrompt) -> list[TokenLogprob]:
+    """One entry a target."""
+    chosen = scored.chosen.tolist()
+    if scored.top_ids is None or scored.top_logprobs is None:
+        return [TokenLogprob(token, value) for token, value in zip(scored.targets, chosen, strict=True)]
     return [
         TokenLogprob(token, value, tuple(zip(row_ids, row_values, strict=True)))
-        for token, value, row_ids, row_values in zip(targets, chosen, ids, values, strict=True)
+        for token, value, row_ids, row_values in zip(
+            scored.targets, chosen, scored.top_ids.tolist(), scored.top_logprobs.tolist(), strict=True
+        )
     ]

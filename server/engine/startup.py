@@ -34,10 +34,12 @@ from model.ops.select import ops_for, why
 from model.weights import load_decoder
 from server.engine.core import Engine
 from server.engine.grammar import Grammars
+from server.engine.last_tokens import LastTokens
 from server.engine.messages import EngineConfig, EngineInfo, Progress
 from server.engine.page_tables import PageTables
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits, Scheduler
+from server.engine.stream import HostStream
 from server.engine.warm_up import warm_up
 
 SAMPLING_ARRAYS = 6
@@ -85,7 +87,8 @@ class Machine:
         tables = PageTables(
             self.kv.layout, self.kv.num_pages, limits.max_num_batched_tokens, config.prefix_caching, time.monotonic_ns()
         )
-        runner = ModelRunner(self.decoder, self.kv, self.ops, self.model.vocab_size, self.device, self.overlaps)
+        last = LastTokens(limits.max_num_seqs, self.model.vocab_size, self.device) if self.overlaps else None
+        runner = ModelRunner(self.decoder, self.kv, self.ops, self.model.vocab_size, HostStream(), last)
         grammars = Grammars(Path(config.model), self.model.vocab_size)
         scheduler = Scheduler(limits, tables)
         return Engine(scheduler, runner, info, kv_resident=lambda: kv_resident_bytes(self.kv), grammars=grammars)

@@ -1,0 +1,115 @@
+"""A device's queue as the runner sees it: copies that nobody waits for, and marks to wait on.
+
+Knows bytes and their order; no batches and no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""Bytes; every tensor of an upload begins at a multiple, so that kernels may load it in the widest words."""
+
+
+class Mark(Protocol):
+    """A place in the queue."""
+
+    def synchronize(self) -> None:
+        """Wait until everything before it is done."""
+
+
+class Stream(Protocol):
+    """What is issued runs in order, perhaps later."""
+
+    device: torch.device
+
+    def upload(self, tensors: Sequence[Tensor], into: Tensor | None = None) -> list[Tensor]:
+        """Host tensors on the device, by one copy. into: [N] u8 there, for addresses that depend on sizes alone."""
+        ...
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """A copy on the host, to be read once a later mark is reached."""
+        ...
+
+    def mark(self) -> Mark:
+        """The end of what has been issued so far."""
+        ...
+
+
+class Reached:
+    """A mark with nothing before it."""
+
+    def synchronize(self) -> None:
+        return
+
+
+class HostStream:
+    """The CPU: everything is where it is needed, and done when it is issued."""
+
+    device = torch.device("cpu")
+
+    def upload(self, tensors: Sequence[Tensor], into: Tensor | None = None) -> list[Tensor]:
+        return list(tensors)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def mark(self) -> Mark:
+        return Reached()
+
+
+class StagedStream:
+    """Uploads are gathered in a staging buffer and cross in one copy.
+
+    Every upload takes a buffer of its own: torch's allocator of pinned memory hands it out again only when the copy
+    from it is done.
+    """
+
+    pinned = False
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+
+    def upload(self, tensors: Sequence[Tensor], into: Tensor | None = None) -> list[Tensor]:
+        starts = places(tensors)
+        staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=self.pinned)
+        for tensor, view in zip(tensors, _views(staged, starts, tensors), strict=True):
+            view.copy_(tensor)
+        if into is None:
+            return _views(staged.to(self.device, non_blocking=True), starts, tensors)
+        into[: starts[-1]].copy_(staged, non_blocking=True)
+        return _views(into, starts, tensors)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", non_blocking=True, copy=True)  # into pinned memory if it comes from a GPU
+
+    def mark(self) -> Mark:
+        return Reached()
+
+
+class CudaStream(StagedStream):
+    """The current stream of a GPU."""
+
+    pinned = True
+
+    def mark(self) -> Mark:
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+def places(tensors: Sequence[Tensor]) -> list[int]:
+    """The first byte of each tensor in one buffer, and at the end how many bytes all of them take."""
+    return list(accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors), initial=0))
+
+
+def _views(buffer: Tensor, starts: list[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [
+        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, tensors, strict=False)
+    ]

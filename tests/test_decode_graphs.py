@@ -1,0 +1,302 @@
+"""The GPU's side of the runner, run on a CPU: staged copies, recorded decodes, late results, and nobody waits.
+
+A recording here is the recorded function itself, over the same static buffers that a CUDA graph would use.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from model.batch import Batch, SampleBatch, Sampled
+from model.decoder import Decoder
+from model.kv_cache import KVCache
+from model.ops.interface import AttentionTables, LayerKV
+from model.ops.reference import ReferenceOps
+from server.engine.core import Engine
+from server.engine.decode_graphs import PAD_SAMPLING, SIZES, DecodeRows, graph_sizes
+from server.engine.last_tokens import ON_HOST, LastTokens
+from server.engine.messages import Row, SamplingParams, Submit
+from server.engine.runner import ModelRunner
+from server.engine.sampler import dense_part, with_dense_part
+from server.engine.stream import ALIGNMENT, StagedStream
+from tests.conftest import VOCAB_SIZE
+from tests.fake_device import finishes, outputs
+from tests.real_engine import Setup, run
+
+CPU = torch.device("cpu")
+PLAIN = Setup(reference=True, budget=24, max_num_seqs=6)
+GRAPHS = Setup(reference=True, budget=24, max_num_seqs=6, graphs=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- planning ---------------------------------------------------------------------------------------------
+
+
+def test_sizes_reach_the_first_that_holds_everybody() -> None:
+    assert SIZES[:6] == (1, 2, 4, 8, 16, 24) and SIZES[-1] == 512
+    assert graph_sizes(1) == (1,)
+    assert graph_sizes(5) == (1, 2, 4, 8)
+    assert graph_sizes(32) == (1, 2, 4, 8, 16, 24, 32)
+    assert graph_sizes(4000) == SIZES
+
+
+def test_padding_reads_one_token_of_page_zero_and_is_greedy() -> None:
+    columns = [torch.arange(2).to(column.dtype) + 3 for column in dense_part(PAD_SAMPLING)]
+    sampling = with_dense_part(PAD_SAMPLING, columns)
+    rows = DecodeRows(
+        torch.tensor([7, 8]), torch.tensor([ON_HOST, 1]), torch.tensor([5, 9], dtype=torch.int32),
+        [torch.tensor([[1, 2, 0], [3, 4, 5]], dtype=torch.int32)], sampling,
+    )  # fmt: skip
+    ids, source, kv_lens, temperature, _, top_p, *_, table = rows.padded(4)
+    assert ids.tolist() == [7, 8, 0, 0] and source.tolist() == [ON_HOST, 1, ON_HOST, ON_HOST]
+    assert kv_lens.tolist() == [5, 9, 1, 1]
+    assert temperature.tolist() == [3, 4, 0, 0] and top_p.tolist() == [3, 4, 1, 1]
+    assert table.tolist() == [[1, 2, 0], [3, 4, 5], [0, 0, 0], [0, 0, 0]]
+
+
+def test_one_copy_carries_tensors_of_any_kind_to_aligned_places() -> None:
+    tensors = [torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([[True], [False]]), torch.tensor([1.5])]
+    tensors += [torch.zeros(0, 4, dtype=torch.int64), torch.tensor([[2**40, -1]])]
+    into = torch.zeros(256, dtype=torch.uint8)
+    for views in (StagedStream(CPU).upload(tensors), StagedStream(CPU).upload(tensors, into)):
+        for tensor, view in zip(tensors, views, strict=True):
+            assert view.dtype == tensor.dtype and torch.equal(view, tensor)
+            assert view.storage_offset() * view.element_size() % ALIGNMENT == 0
+    again = StagedStream(CPU).upload([tensor + tensor for tensor in tensors], into)
+    assert [view.data_ptr() for view in again] == [view.data_ptr() for view in views]
+    assert views[0].tolist() == [2, 4, 6], "recorded work must find the next inputs where the last ones were"
+
+
+def test_a_download_does_not_change_when_the_next_step_writes() -> None:
+    ids = torch.tensor([1, 2])
+    copy = StagedStream(CPU).download(ids)
+    ids.zero_()
+    assert copy.tolist() == [1, 2]
+
+
+def test_an_id_without_meaning_cannot_lead_the_next_step_out_of_the_vocabulary() -> None:
+    last = LastTokens(4, 50, CPU)
+    last.keep([([], torch.zeros(0, dtype=torch.int64)), ([object(), object()], torch.tensor([-9, 1 << 40]))])  # type: ignore[list-item]
+    assert last.feed(torch.tensor([3, 3, 3]), torch.tensor([0, ON_HOST, 1])).tolist() == [0, 3, 49]
+
+
+# ---- the same tokens --------------------------------------------------------------------------------------
+
+
+def submits(seed: int, count: int = 10) -> list[Submit]:
+    """Prompts and settings of every kind; a third of them plain."""
+    rng, found = random.Random(seed), []
+    for index in range(count):
+        fields: dict[str, Any] = {
+            "max_tokens": rng.randint(1, 20),
+            "temperature": rng.choice([0.0, 0.9]),
+            "seed": index,
+        }
+        fields |= rng.choice(
+            [{}, {}, {"top_p": 0.8, "top_k": 9}, {"min_p": 0.1}, {"logprobs": rng.randint(0, 3)}, {"n": 2},
+             {"presence_penalty": 1.0}, {"repetition_penalty": 1.3}, {"logit_bias": ((5, 3.0),)},
+             {"allowed_token_ids": tuple(range(40, 60))}, {"prompt_logprobs": 2}, {"bad_words": ((7,),)}]
+        )  # fmt: skip
+        prompt = [rng.randrange(VOCAB_SIZE - 3) for _ in range(rng.randint(1, 30))]
+        found.append(Submit(f"r{index}", Submit.pack(prompt), SamplingParams(**fields)))
+    return found
+
+
+def tell(engine: Engine, requests: list[Submit], seed: int) -> list[Row]:
+    """Requests arrive while others run."""
+    rng, waiting, rows = random.Random(seed), list(requests), list[Row]()
+    while engine.has_work or waiting:
+        for submit in [waiting.pop(0) for _ in range(min(len(waiting), rng.randint(0, 2)))]:
+            engine.add(submit)
+        rows += engine.step().rows
+        engine.check_integrity()
+    return rows
+
+
+def everything(rows: list[Row]) -> dict[tuple[str, int], list[Any]]:
+    """All that clients see, by choice."""
+    seen: dict[tuple[str, int], list[Any]] = {}
+    for row in rows:
+        seen.setdefault((row.id, row.choice), []).extend([*row.tokens, *row.logprobs, row.prompt_logprobs, row.error])
+    return {key: [item for item in items if item is not None] for key, items in seen.items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("seed", range(3))
+def test_recorded_decodes_say_what_the_plain_runner_says(kind: str, seed: int, tiny_model: Callable[..., Path]) -> None:
+    requests, folder = submits(seed), tiny_model(kind)
+    plain = tell(PLAIN.engine(folder), requests, seed)
+    recorded = tell(GRAPHS.engine(folder), requests, seed)
+    assert everything(recorded) == everything(plain)
+    assert finishes(recorded) == finishes(plain)
+
+
+def test_every_step_that_only_decodes_is_replayed(tiny_model: Callable[..., Path]) -> None:
+    """Sizes are those of the steps: three, then two, then one; whoever wants more than ids samples for itself."""
+    replayed, sampled = list[int](), list[int]()
+    engine = GRAPHS.engine(tiny_model())
+    runner = engine._runner
+    assert isinstance(runner, ModelRunner) and runner._graphs is not None
+    forward, plain = runner._graphs.forward, runner._graphs.sample_plain
+
+    def counted(rows: DecodeRows, size: int) -> None:
+        replayed.append(size)
+        forward(rows, size)
+
+    def counted_plain(num_rows: int, size: int) -> Sampled:
+        sampled.append(num_rows)
+        return plain(num_rows, size)
+
+    runner._graphs.forward = counted  # type: ignore[method-assign]
+    runner._graphs.sample_plain = counted_plain  # type: ignore[method-assign]
+    logprobs = [None, None, 0]
+    for i in range(3):
+        engine.add(Submit(f"r{i}", Submit.pack([i, 1]), SamplingParams(2 + 3 * i, temperature=0, logprobs=logprobs[i])))
+    run(engine)
+    assert replayed == [4, 2, 2, 2, 1, 1, 1] and sampled == []
+    run(engine, Submit("plain", Submit.pack([1, 2]), SamplingParams(4, temperature=0)))
+    assert replayed[7:] == [1, 1, 1] and sampled == [1, 1, 1]
+
+
+def test_embeddings_and_scores_arrive_late_and_alike(tiny_model: Callable[..., Path]) -> None:
+    requests = [
+        Submit("e", Submit.pack([1, 2, 3]), SamplingParams(max_tokens=0), kind="embed"),
+        Submit("s", Submit.pack([4, 5, 6]), SamplingParams(max_tokens=0, prompt_logprobs=1), kind="score"),
+    ]
+    plain, late = (run(setup.engine(tiny_model()), *requests) for setup in (PLAIN, GRAPHS))
+    assert [(row.embedding, row.prompt_logprobs) for row in late] == [
+        (row.embedding, row.prompt_logprobs) for row in plain
+    ]
+
+
+class Tight:
+    """A decoder that has memory for two rows at a time."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+
+    def hidden(self, batch: Batch, kv: KVCache) -> Tensor:
+        if len(batch.kv_lens) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.decoder.hidden(batch, kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
+
+
+def test_steps_cut_for_memory_still_hand_their_tokens_on(tiny_model: Callable[..., Path]) -> None:
+    """Every piece reads the tokens of the step before; none may have been overwritten by the piece before it."""
+    requests = [
+        Submit(f"r{i}", Submit.pack(list(range(i, 30 + i))), SamplingParams(12, temperature=0)) for i in range(5)
+    ]
+    late = Setup(reference=True, budget=24, max_num_seqs=6, overlaps=True).engine(tiny_model(), Tight)
+    assert outputs(run(late, *requests)) == outputs(run(PLAIN.engine(tiny_model()), *requests))
+
+
+# ---- what padding touches ---------------------------------------------------------------------------------
+
+
+def test_padding_writes_the_first_slot_of_page_zero_and_nothing_else(tiny_model: Callable[..., Path]) -> None:
+    engine = GRAPHS.engine(tiny_model())
+    runner = engine._runner
+    assert isinstance(runner, ModelRunner)
+    for i in range(3):  # three rows replay the recording of four
+        engine.add(Submit(f"r{i}", Submit.pack([i, 1, 2]), SamplingParams(max_tokens=8, temperature=0)))
+    storage = runner._kv.storages[0]
+    while engine.has_work:
+        before = storage.clone()
+        running = [(sequence, sequence.num_computed) for sequence in engine.scheduler.running]
+        engine.step()
+        changed = storage.view(torch.int32) != before.view(torch.int32)  # [layers, 2, pages, Hkv, page_size, d]
+        slots = {(page, slot) for page, slot in changed.any(5).any(3).any(1).any(0).nonzero().tolist()}
+        own = {
+            (page, slot) for sequence, start in running if sequence.pages
+            for position in range(start, sequence.num_computed)
+            for page, slot in [(sequence.pages[0][position // 4], position % 4)]
+        }  # fmt: skip
+        if running and all(sequence.pages for sequence, _ in running):
+            assert slots - {(0, 0)} <= own
+    assert not storage[:, :, 0, :, 0].isnan().any() and storage[:, :, 0, :, 1:].isnan().all()
+
+
+# ---- nobody waits -----------------------------------------------------------------------------------------
+
+
+class NoWaiting(TorchFunctionMode):
+    """Fails on everything that would make the host wait for a GPU, or copy without being told not to wait."""
+
+    READS = ("item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "unique", "__bool__", "__int__", "__float__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.paused = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        self.paused = True
+        yield
+        self.paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        self.calls += 1
+        if not self.paused:
+            assert name not in self.READS, f"launch() waits: {name}"
+            moves = name == "to" and any(isinstance(value, (str, torch.device)) for value in args[1:])
+            assert not moves or kwargs.get("non_blocking"), "launch() waits for a copy"
+            assert name != "tensor" or "device" not in kwargs, "launch() builds a tensor on the device from a list"
+        return func(*args, **kwargs)
+
+
+class KernelOps(ReferenceOps):
+    """The reference attention and sampling read lengths and counts; kernels do not, so they may do so here."""
+
+    def __init__(self, guard: NoWaiting) -> None:
+        self.guard = guard
+
+    def attention(self, q: Tensor, kv: LayerKV, tables: AttentionTables, scale: float, window: int | None) -> Tensor:
+        with self.guard.pause():
+            return super().attention(q, kv, tables, scale, window)
+
+    def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
+        with self.guard.pause():
+            return super().sample(logits, batch)
+
+
+@pytest.mark.parametrize("read", [lambda t: t.tolist(), lambda t: bool(t > 0), lambda t: t.item(), lambda t: t.cpu()])
+def test_the_guard_sees_a_read(read: Callable[[Tensor], object]) -> None:
+    with NoWaiting(), pytest.raises(AssertionError, match="waits"):
+        read(torch.ones(()))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_launch_waits_for_nothing(seed: int, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = NoWaiting()
+    engine = GRAPHS.engine(tiny_model(), ops=KernelOps(guard))
+    launch = engine._runner.launch
+
+    def guarded(plan: Any) -> Any:
+        with guard:
+            return launch(plan)
+
+    monkeypatch.setattr(engine._runner, "launch", guarded)
+    requests = submits(seed)
+    assert len(finishes(tell(engine, requests, seed))) >= len(requests)
+    assert guard.calls > 1000
