@@ -177,6 +177,7 @@ def test_every_step_that_only_decodes_is_replayed(tiny_model: Callable[..., Path
 def test_embeddings_and_scores_arrive_late_and_alike(tiny_model: Callable[..., Path]) -> None:
     requests = [
         Submit("e", Submit.pack([1, 2, 3]), SamplingParams(max_tokens=0), kind="embed"),
+        Submit("m", Submit.pack(list(range(40))), SamplingParams(max_tokens=0), kind="embed", pooling="mean"),
         Submit("s", Submit.pack([4, 5, 6]), SamplingParams(max_tokens=0, prompt_logprobs=1), kind="score"),
     ]
     plain, late = (run(setup.engine(tiny_model()), *requests) for setup in (PLAIN, GRAPHS))
