@@ -5,28 +5,13 @@
 // cuts does not change a bit, so decode equals prefill and any chunking.
 #include <omp.h>
 
-#include <algorithm>
-#include <vector>
-
-#include "kv_cut.h"
+#include "attention_work.h"
+#include "few_rows.h"
 #include "workspace.h"
 
 namespace {
 
-constexpr int BLOCK_ROWS = 48;  // rows that share one packing of a cut
-
-struct Problem {
-    const int32_t *page_table, *kv_lens, *q_starts;
-    int64_t table_width, sequences, q_heads, kv_heads, d, page_size, page_stride, window;
-    float scale;
-
-    int64_t group() const { return q_heads / kv_heads; }
-};
-
-// Rows [row, row + rows) of one sequence and KV head (row = token * group + head of the group), cuts [cut, last_cut).
-struct Piece {
-    int64_t sequence, kv_head, row, rows, cut, last_cut, partial;
-};
+constexpr float LOG2_E = 1.44269504088896341f;
 
 struct Partial {
     float *o, *top, *total;  // [rows][padded d], [rows], [rows]
@@ -39,58 +24,30 @@ Partial partial_at(const Problem& p, int64_t rows, float* at) {
     return {at, top, top + rows};
 }
 
-// Tokens [first, last) that a row of the piece sees.
-void visible(const Problem& p, const Piece& piece, int64_t row, int64_t& first, int64_t& last) {
-    int64_t b = piece.sequence, queries = p.q_starts[b + 1] - p.q_starts[b];
-    last = p.kv_lens[b] - queries + row / p.group() + 1;
-    first = p.window && last > p.window ? last - p.window : 0;
-}
-
-// ---- one cut of a piece ----------------------------------------------------------------------------------------------
-// Scores [CUT] -> weights 2^(score - top), zero outside [first, last). MASKED: not every key is inside.
-template <bool MASKED>
-void soften(float* s, int first, int last, float& top, float& total) {
-    vi lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    auto seen = [&](int j) { return (lane + j >= first) & (lane + j < last); };
-    vf best = splat(-__builtin_inff()), acc{};
-    for (int j = 0; j < CUT; j += LANES) {
-        vf x = load<vf>(s + j);
-        best = (MASKED ? seen(j) & (x > best) : x > best) ? x : best;
-    }
-    top = largest(best);
-#pragma GCC unroll 4
-    for (int j = 0; j < CUT; j += LANES) {
-        vf weight = exp2_of<true>(load<vf>(s + j) - top);
-        if (MASKED) weight = seen(j) ? weight : vf{};
-        store(s + j, weight);
-        acc += weight;
-    }
-    total = sum(acc);
-}
-
-struct Range {
+struct Range {  // keys of a cut
     int first, last;
+    bool whole() const { return first == 0 && last == CUT; }
 };
 
-// Rows whose ranges differ go one by one, so that a weight of zero never meets a value the row must not see.
-void weigh(const Problem& p, const float* values, const float* s, int rows, const Range* range, float* o) {
-    int64_t width = padded_head(p.d);
-    bool whole = std::all_of(range, range + rows, [](Range r) { return r.first == 0 && r.last == CUT; });
-    if (whole) {
-        strided_tile<float, CUT>(rows)(s, values, CUT * PANEL, int(width / PANEL), CUT, o, width);
-        return;
-    }
-    for (int r = 0; r < rows; r++) {
-        int first = range[r].first, keys = std::max(0, range[r].last - first);
-        tile_panels<1, float, false, CUT, 1>(s + r * CUT + first, values + first * PANEL, CUT * PANEL, int(width / PANEL),
-                                      keys, o + r * width, width);
-    }
-}
-
-struct Scores {
-    float s[BLOCK_ROWS * CUT];
+// What a thread keeps while it walks through the cuts of a piece.
+struct Scratch {
+    float *q, *panels;  // [padded d][rows] of every tile; keys, then values: together they would not fit in L1
+    float* s;           // [BLOCK_ROWS][CUT]
+    Partial state, part;
+    float* saved;  // partials of a piece that another thread began
+    Span seen[BLOCK_ROWS];
     Range range[BLOCK_ROWS];
+
+    Scratch(const Problem& p, int64_t saved_floats) {
+        static thread_local Workspace workspace;
+        int64_t width = padded_head(p.d), each = partial_floats(p, BLOCK_ROWS);
+        q = workspace.get<float>(BLOCK_ROWS * width + CUT * width + BLOCK_ROWS * CUT + 2 * each + saved_floats);
+        panels = q + BLOCK_ROWS * width;
+        s = panels + CUT * width;
+        state = partial_at(p, BLOCK_ROWS, s + BLOCK_ROWS * CUT);
+        part = partial_at(p, BLOCK_ROWS, s + BLOCK_ROWS * CUT + each);
+        saved = s + BLOCK_ROWS * CUT + 2 * each;
+    }
 };
 
 // Calls body(first row, rows) for every tile of the piece.
@@ -100,26 +57,77 @@ void each_tile(const Piece& piece, Body body) {
     for (int t = 0; t < tile_count(count); t++) body(tile_start(count, t), tile_start(count, t + 1) - tile_start(count, t));
 }
 
-void score(const Problem& p, const Piece& piece, int64_t start, const float* keys, const float* q, Scores& scores,
-           Partial out) {
+// ---- one cut of a piece ----------------------------------------------------------------------------------------------
+// Scores -> weights 2^(score - top), zero outside the range. MASKED: not every key is inside.
+template <bool MASKED>
+void soften(float* s, Range range, float& top, float& total) {
+    vi lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    auto seen = [&](int j) { return (lane + j >= range.first) & (lane + j < range.last); };
+    int end = MASKED ? range.last : CUT;
+    vf best = splat(-__builtin_inff()), acc{};
+    for (int j = 0; j < end; j += LANES) {
+        vf x = load<vf>(s + j);
+        best = (MASKED ? seen(j) & (x > best) : x > best) ? x : best;
+    }
+    top = largest(best);
+#pragma GCC unroll 4
+    for (int j = 0; j < end; j += LANES) {
+        vf weight = exp2_of<true>(load<vf>(s + j) - top);
+        if (MASKED) weight = seen(j) ? weight : vf{};
+        store(s + j, weight);
+        acc += weight;
+    }
+    total = sum(acc);
+}
+
+template <class KV>
+void score(const Problem& p, const Piece& piece, const CutRows<KV>& here, const CutRows<KV>& next, Scratch& x) {
+    int64_t width = padded_head(p.d);
+    if (piece.rows <= MAX_ROWS) {
+        few_rows<KV>(int(piece.rows)).scores(here.k, next.k, p.d, x.q, x.s);
+        return;
+    }
+    pack_keys(here.k, next.k, p.d, x.panels);
     each_tile(piece, [&](int row, int rows) {
-        interleaved_tile<float, false>(rows)(q + row * p.d, keys, padded_head(p.d) * PANEL, CUT / PANEL, int(p.d),
-                                      scores.s + row * CUT, CUT);
-        for (int r = row; r < row + rows; r++) {
-            int64_t first, last;
-            visible(p, piece, piece.row + r, first, last);
-            Range seen{int(std::clamp<int64_t>(first - start, 0, CUT)), int(std::clamp<int64_t>(last - start, 0, CUT))};
-            auto softened = seen.first == 0 && seen.last == CUT ? soften<false> : soften<true>;
-            softened(scores.s + r * CUT, seen.first, seen.last, out.top[r], out.total[r]);
-            scores.range[r] = seen;
+        int panels = (x.range[row + rows - 1].last + PANEL - 1) / PANEL;  // beyond, no row of the tile sees a key
+        interleaved_tile<float, false>(rows)(x.q + row * width, x.panels, width * PANEL, panels, int(p.d),
+                                             x.s + row * CUT, CUT);
+    });
+}
+
+// Rows whose ranges differ go apart, so that a weight of zero never meets a value the row must not see.
+template <class KV>
+void weigh(const Problem& p, const Piece& piece, const CutRows<KV>& here, const CutRows<KV>& next, Scratch& x, float* o) {
+    int64_t width = padded_head(p.d);
+    bool few = piece.rows <= MAX_ROWS;
+    if (!few) pack_values(here.v, next.v, p.d, x.panels);
+    each_tile(piece, [&](int row, int rows) {
+        for (int r = row, end; r < row + rows; r = end) {
+            Range range = x.range[r];
+            for (end = r + 1; end < row + rows && x.range[end].last == range.last && x.range[end].first == range.first;) end++;
+            int keys = range.last - range.first;
+            const float* weights = x.s + r * CUT + range.first;
+            if (few)
+                few_rows<KV>(end - r).values(here.v + range.first, next.v, keys, p.d, weights, o + r * width, width);
+            else
+                strided_tile<float, CUT>(end - r)(weights, x.panels + range.first * PANEL, CUT * PANEL,
+                                                  int(width / PANEL), keys, o + r * width, width);
         }
     });
 }
 
-void gather(const Problem& p, const Piece& piece, const float* values, const Scores& scores, Partial out) {
-    each_tile(piece, [&](int row, int rows) {
-        weigh(p, values, scores.s + row * CUT, rows, scores.range + row, out.o + row * padded_head(p.d));
-    });
+template <class KV>
+void compute(const Problem& p, const Piece& piece, int64_t cut, const CutRows<KV>& here, const CutRows<KV>& next,
+             Scratch& x, Partial out) {
+    for (int r = 0; r < piece.rows; r++) {
+        int first = int(std::clamp<int64_t>(x.seen[r].first - cut * CUT, 0, CUT));
+        x.range[r] = {first, int(std::clamp<int64_t>(x.seen[r].last - cut * CUT, first, CUT))};
+    }
+    score(p, piece, here, next, x);
+    for (int r = 0; r < piece.rows; r++)
+        (x.range[r].whole() ? soften<false> : soften<true>)(x.s + r * CUT, x.range[r], out.top[r], out.total[r]);
+    weigh(p, piece, here, next, x, out.o);
 }
 
 // ---- merging ---------------------------------------------------------------------------------------------------------
@@ -152,153 +160,135 @@ void write_out(const Problem& p, const Piece& piece, Partial state, Q* out) {
     int64_t width = padded_head(p.d);
     for (int64_t r = 0; r < piece.rows; r++) {
         Q* row = out + head_index(p, piece, r) * p.d;
-        for (int i = 0; i < p.d; i += LANES) {
-            vf o = load<vf>(state.o + r * width + i);
-            store_at(row, i, int(p.d), state.total[r] == 0.0f ? vf{} : o / state.total[r]);
-        }
+        float inverse = state.total[r] == 0.0f ? 0.0f : 1.0f / state.total[r];
+        for (int i = 0; i < p.d; i += LANES) store_at(row, i, int(p.d), load<vf>(state.o + r * width + i) * inverse);
     }
 }
 
-// ---- pieces ----------------------------------------------------------------------------------------------------------
+// ---- a thread's walk -------------------------------------------------------------------------------------------------
 template <class Q>
-void pack_queries(const Problem& p, const Piece& piece, const Q* q, float* out) {
+void pack_queries(const Problem& p, const Piece& piece, const Q* q, Scratch& x) {
+    int64_t width = padded_head(p.d);
     each_tile(piece, [&](int start, int rows) {
         for (int r = 0; r < rows; r++) {
+            x.seen[start + r] = visible(p, piece, start + r);
             const Q* row = q + head_index(p, piece, start + r) * p.d;
-            for (int64_t i = 0; i < p.d; i++)
-                out[start * p.d + i * rows + r] = widen(row[i]) * (p.scale * 1.44269504088896341f);
+            float* to = x.q + start * width + r;
+            for (int i = 0; i < width; i += LANES) {
+                float scaled[LANES];
+                store(scaled, load_at(row, i, int(p.d)) * (p.scale * LOG2_E));
+                for (int j = 0; j < LANES; j++) to[(i + j) * rows] = scaled[j];
+            }
         }
     });
 }
 
-// Computes the piece's cuts; done(cut index, partial) follows each. place(index) says where a partial goes.
-template <class Q, class KV, class Place, class Done>
-void run(const Problem& p, const Piece& piece, const Q* q, const KV* k, const KV* v, float* space, Place place,
-         Done done) {
-    float *packed = space, *panels = packed + BLOCK_ROWS * p.d;  // keys, then values: together they would not fit in L1
-    Scores scores;
-    Pages<KV> pages{k, v, p.page_table + piece.sequence * p.table_width, p.page_stride, p.page_size, p.d};
-    int64_t first, last, unused;
-    visible(p, piece, piece.row, first, unused);
-    visible(p, piece, piece.row + piece.rows - 1, unused, last);
-    pack_queries(p, piece, q, packed);
-    CutRows<KV> rows[2];  // this cut's and the next one's
-    pages.find(piece.kv_head, piece.cut * CUT, first, last, rows[piece.cut % 2]);
-    for (int64_t c = piece.cut; c < piece.last_cut; c++) {
-        const CutRows<KV>&here = rows[c % 2], &next = rows[(c + 1) % 2];
-        if (c + 1 < piece.last_cut)
-            pages.find(piece.kv_head, (c + 1) * CUT, first, last, rows[(c + 1) % 2]);
-        else
-            rows[(c + 1) % 2] = here;
-        Partial partial = place(c - piece.cut);
-        pack_keys(here.k, next.k, p.d, panels);
-        score(p, piece, c * CUT, panels, packed, scores, partial);
-        pack_values(here.v, next.v, p.d, panels);
-        gather(p, piece, panels, scores, partial);
-        done(partial);
-    }
-}
+template <class Q, class KV>
+struct Tensors {
+    const Q* q;
+    const KV *k, *v;
+    Q* out;
+};
 
-size_t run_floats(const Problem& p) { return BLOCK_ROWS * p.d + CUT * padded_head(p.d); }
+// The beginning of a piece that another thread ends, or the end of one that another thread began.
+struct Loose {
+    size_t piece = SIZE_MAX;
+    int64_t cuts = 0;
+    float* partials = nullptr;
+};
 
-std::vector<Piece> pieces_of(const Problem& p) {
-    std::vector<Piece> pieces;
-    for (int64_t b = 0; b < p.sequences; b++) {
-        int64_t rows = (p.q_starts[b + 1] - p.q_starts[b]) * p.group();
-        for (int64_t row = 0; row < rows; row += BLOCK_ROWS)
-            for (int64_t head = 0; head < p.kv_heads; head++) {
-                Piece piece{b, head, row, std::min<int64_t>(BLOCK_ROWS, rows - row), 0, 0, 0};
-                int64_t first, last, unused;
-                visible(p, piece, row, first, unused);
-                visible(p, piece, row + piece.rows - 1, unused, last);
-                piece.cut = first / CUT;
-                piece.last_cut = (last + CUT - 1) / CUT;
-                pieces.push_back(piece);
+template <class Q, class KV>
+class Walk {
+public:
+    Walk(const Problem& problem, const std::vector<Piece>& pieces, Tensors<Q, KV> tensors, std::vector<Stretch> share)
+        : p(problem), pieces(pieces), t(tensors), share(std::move(share)), x(p, saved_floats()) {}
+
+    // Computes the share. Returns what it holds of a piece that another thread began.
+    Loose run() {
+        CutRows<KV> rows[2];  // this cut's and the next one's
+        if (!share.empty()) find(share[0], share[0].from, rows[0]);
+        int now = 0;
+        for (size_t i = 0; i < share.size(); i++) {
+            const Stretch& s = share[i];
+            const Piece& piece = pieces[s.piece];
+            begin(piece);
+            for (int64_t c = s.from; c < s.to; c++, now = 1 - now) {
+                bool last = c + 1 == s.to;
+                if (!last || i + 1 < share.size())
+                    find(last ? share[i + 1] : s, last ? share[i + 1].from : c + 1, rows[1 - now]);
+                else
+                    rows[1 - now] = rows[now];
+                Partial part = starts(s) ? x.part : saved(piece, x.saved, c - s.from);
+                compute(p, piece, c, rows[now], rows[1 - now], x, part);
+                if (starts(s)) merge(p, piece.rows, x.state, part);
             }
-    }
-    return pieces;
-}
-
-int64_t cost(const Piece& piece) { return (piece.last_cut - piece.cut) * (piece.rows + 8); }
-
-template <class Q, class KV>
-void whole(const Problem& p, std::vector<Piece>& pieces, const Q* q, const KV* k, const KV* v, Q* out) {
-    std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return cost(a) > cost(b); });
-#pragma omp parallel for schedule(dynamic) if (pieces.size() > 1)
-    for (size_t i = 0; i < pieces.size(); i++) {
-        static thread_local Workspace workspace;
-        const Piece& piece = pieces[i];
-        float* space = workspace.get<float>(run_floats(p) + 2 * partial_floats(p, BLOCK_ROWS));
-        Partial state = partial_at(p, piece.rows, space + run_floats(p));
-        Partial part = partial_at(p, piece.rows, space + run_floats(p) + partial_floats(p, BLOCK_ROWS));
-        clear(p, piece.rows, state);
-        run(p, piece, q, k, v, space, [&](int64_t) { return part; },
-            [&](Partial done) { merge(p, piece.rows, state, done); });
-        write_out(p, piece, state, out);
-    }
-}
-
-// Few rows over long contexts: threads share the cuts of a piece, every cut keeps its partial, the merge follows.
-template <class Q, class KV>
-void split(const Problem& p, std::vector<Piece>& pieces, int64_t cuts_each, const Q* q, const KV* k, const KV* v,
-           Q* out) {
-    static thread_local Workspace kept;
-    size_t floats = 0;
-    std::vector<Piece> parts;
-    for (Piece& piece : pieces) {
-        piece.partial = int64_t(floats);
-        for (int64_t c = piece.cut; c < piece.last_cut; c += cuts_each) {
-            Piece part = piece;
-            part.cut = c;
-            part.last_cut = std::min(c + cuts_each, piece.last_cut);
-            part.partial = int64_t(floats);
-            floats += partial_floats(p, piece.rows) * (part.last_cut - c);
-            parts.push_back(part);
+            if (starts(s) && s.to == piece.last_cut) write_out(p, piece, x.state, t.out);
         }
-        floats += partial_floats(p, piece.rows);  // the merged state
+        return share.empty() || starts(share[0]) ? Loose{} : Loose{share[0].piece, share[0].to - share[0].from, x.saved};
     }
-    float* partials = kept.get<float>(floats);
-    auto slot = [&](const Piece& piece, int64_t i) {
-        return partial_at(p, piece.rows, partials + piece.partial + i * partial_floats(p, piece.rows));
-    };
-#pragma omp parallel
-    {
-        static thread_local Workspace workspace;
-        float* space = workspace.get<float>(run_floats(p));
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < parts.size(); i++)
-            run(p, parts[i], q, k, v, space, [&](int64_t c) { return slot(parts[i], c); }, [](Partial) {});
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < pieces.size(); i++) {
-            const Piece& piece = pieces[i];
-            int64_t cuts = piece.last_cut - piece.cut;
-            Partial state = slot(piece, cuts);
-            clear(p, piece.rows, state);
-            for (int64_t c = 0; c < cuts; c++) merge(p, piece.rows, state, slot(piece, c));
-            write_out(p, piece, state, out);
-        }
+
+    // Ends the piece that this thread began and others went on with; ends: of every thread, in order.
+    void finish(const std::vector<Loose>& ends) {
+        if (share.empty() || !starts(share.back()) || share.back().to == pieces[share.back().piece].last_cut) return;
+        const Piece& piece = pieces[share.back().piece];
+        for (const Loose& end : ends)
+            if (end.piece == share.back().piece)
+                for (int64_t c = 0; c < end.cuts; c++) merge(p, piece.rows, x.state, saved(piece, end.partials, c));
+        write_out(p, piece, x.state, t.out);
     }
-}
+
+private:
+    const Problem& p;
+    const std::vector<Piece>& pieces;
+    Tensors<Q, KV> t;
+    std::vector<Stretch> share;
+    Scratch x;
+
+    bool starts(const Stretch& s) const { return s.from == pieces[s.piece].cut; }
+
+    int64_t saved_floats() const {
+        if (share.empty() || starts(share[0])) return 0;
+        return (share[0].to - share[0].from) * partial_floats(p, pieces[share[0].piece].rows);
+    }
+
+    Partial saved(const Piece& piece, float* partials, int64_t index) const {
+        return partial_at(p, piece.rows, partials + index * partial_floats(p, piece.rows));
+    }
+
+    void begin(const Piece& piece) {
+        pack_queries(p, piece, t.q, x);
+        clear(p, piece.rows, x.state);
+    }
+
+    void find(const Stretch& s, int64_t cut, CutRows<KV>& rows) const {
+        const Piece& piece = pieces[s.piece];
+        Pages<KV> pages{t.k, t.v, p.page_table + piece.sequence * p.table_width, p.page_stride, p.page_size, p.d};
+        pages.find(piece.kv_head, cut * CUT, piece.tokens.first, piece.tokens.last, rows);
+    }
+};
 
 template <class Q, class KV>
-void attention(const Problem& p, int64_t tokens, const Q* q, const KV* k, const KV* v, Q* out) {
-    int64_t covered = p.q_starts[p.sequences], threads = omp_get_max_threads(), cuts = 0;
-    std::fill(out + covered * p.q_heads * p.d, out + tokens * p.q_heads * p.d, Q{});
+void attention(const Problem& p, int64_t tokens, Tensors<Q, KV> t) {
+    std::fill(t.out + p.q_starts[p.sequences] * p.q_heads * p.d, t.out + tokens * p.q_heads * p.d, Q{});
     std::vector<Piece> pieces = pieces_of(p);
-    for (const Piece& piece : pieces) cuts += piece.last_cut - piece.cut;
-    bool few = int64_t(pieces.size()) < 4 * threads && threads > 1 && cuts > int64_t(pieces.size());
-    if (few)
-        split(p, pieces, std::max<int64_t>(1, cuts / (16 * threads)), q, k, v, out);
-    else
-        whole(p, pieces, q, k, v, out);
+    std::vector<Loose> ends(omp_get_max_threads());
+#pragma omp parallel if (total_cost(pieces) > PARALLEL_FROM)
+    {
+        int me = omp_get_thread_num();
+        Walk<Q, KV> walk(p, pieces, t, share_of(pieces, me, omp_get_num_threads()));
+        ends[me] = walk.run();
+#pragma omp barrier
+        walk.finish(ends);
+    }
 }
 
 template <class Q>
-void attention_over(const Problem& p, int64_t tokens, const Q* q, const void* k, const void* v, int kv_bf16, Q* out) {
+void attention_over(const Problem& p, int64_t tokens, const void* q, const void* k, const void* v, int kv_bf16, void* out) {
+    const Q* queries = static_cast<const Q*>(q);
     if (kv_bf16)
-        attention(p, tokens, q, static_cast<const bf16*>(k), static_cast<const bf16*>(v), out);
+        attention<Q, bf16>(p, tokens, {queries, static_cast<const bf16*>(k), static_cast<const bf16*>(v), static_cast<Q*>(out)});
     else
-        attention(p, tokens, q, static_cast<const float*>(k), static_cast<const float*>(v), out);
+        attention<Q, float>(p, tokens, {queries, static_cast<const float*>(k), static_cast<const float*>(v), static_cast<Q*>(out)});
 }
 
 }  // namespace
@@ -309,8 +299,5 @@ extern "C" void rw_attention(const void* q, int q_bf16, const void* k, const voi
                              int64_t d, int64_t page_size, int64_t page_stride, int64_t window, float scale) {
     Problem p{page_table, kv_lens, q_starts, table_width, sequences,   q_heads, kv_heads,
               d,          page_size, page_stride, window,   scale};
-    if (q_bf16)
-        attention_over(p, tokens, static_cast<const bf16*>(q), k, v, kv_bf16, static_cast<bf16*>(out));
-    else
-        attention_over(p, tokens, static_cast<const float*>(q), k, v, kv_bf16, static_cast<float*>(out));
+    (q_bf16 ? attention_over<bf16> : attention_over<float>)(p, tokens, q, k, v, kv_bf16, out);
 }

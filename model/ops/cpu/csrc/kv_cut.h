@@ -3,12 +3,12 @@
 // Knows pages, not queries. Keys become [CUT / PANEL][d][PANEL] (a lane is a key), values [d / PANEL][CUT][PANEL]
 // (a lane is a dimension), all floats. Tokens outside [first, last) are zeros, whatever their slots hold.
 #pragma once
+#include <algorithm>
 #include <utility>
 
 #include "tile.h"
 
 constexpr int CUT = 64;  // KV_CUT of model/ops/interface.py
-
 
 // Where the rows of a cut lie; a row of zeros for a token that is not to be read.
 template <class T>
@@ -25,14 +25,14 @@ struct Pages {
     // The rows of tokens [start, start + CUT) of one head that are in [first, last).
     void find(int64_t kv_head, int64_t start, int64_t first, int64_t last, CutRows<T>& out) const {
         static const T zeros[MAX_HEAD] = {};
-        int64_t page = start / page_size, offset = start % page_size;
-        for (int j = 0; j < CUT; j++) {
-            bool held = start + j >= first && start + j < last;
-            int64_t at = held ? table[page] * page_stride + (kv_head * page_size + offset) * d : 0;
-            out.k[j] = held ? k + at : zeros;
-            out.v[j] = held ? v + at : zeros;
-            if (++offset == page_size) page++, offset = 0;
+        int from = int(std::clamp<int64_t>(first - start, 0, CUT)), to = int(std::clamp<int64_t>(last - start, from, CUT));
+        std::fill(out.k, out.k + from, zeros), std::fill(out.v, out.v + from, zeros);
+        for (int j = from; j < to;) {
+            int64_t offset = (start + j) % page_size, run = std::min<int64_t>(page_size - offset, to - j);
+            int64_t at = table[(start + j) / page_size] * page_stride + (kv_head * page_size + offset) * d;
+            for (; run > 0; run--, j++, at += d) out.k[j] = k + at, out.v[j] = v + at;
         }
+        std::fill(out.k + to, out.k + CUT, zeros), std::fill(out.v + to, out.v + CUT, zeros);
     }
 };
 

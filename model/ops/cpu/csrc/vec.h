@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -127,19 +128,23 @@ static inline vf rounded_to(vf x, const bf16*) {
 }
 
 // ---- reductions and the exponential: the same value for an element in whichever lane it sits ----------------------
-static inline float sum(vf x) {  // pairwise, in one order
-    float lane[LANES];
-    store(lane, x);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lane[i] += lane[i + half];
-    return lane[0];
+// The upper half of n lanes onto the lower.
+template <int N, int... I>
+static inline vf fold(vf x, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(x, x, (I < N / 2 ? I + N / 2 : I)...);
 }
 
+template <int N = LANES>
+static inline float sum(vf x) {  // pairwise, in one order
+    if constexpr (N == 1) return x[0];
+    else return sum<N / 2>(x + fold<N>(x, std::make_integer_sequence<int, LANES>()));
+}
+
+template <int N = LANES>
 static inline float largest(vf x) {
-    float lane[LANES], best = -__builtin_inff();
-    store(lane, x);
-    for (float value : lane) best = value > best ? value : best;
-    return best;
+    if constexpr (N == 1) return x[0];
+    vf other = fold<N>(x, std::make_integer_sequence<int, LANES>());
+    if constexpr (N > 1) return largest<N / 2>(other > x ? other : x);
 }
 
 // 2^x for -126 <= x <= 127, relative error below 2e-7; beyond, the value at the end. NaN stays NaN.
