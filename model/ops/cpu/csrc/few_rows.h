@@ -16,13 +16,14 @@ static inline void widen_word(vu word, vf (&out)[4 / sizeof(T)]) {
     }
 }
 
-// Dimensions [i, i + LANES * 4 / sizeof(T)) of LANES keys join their scores; q: [dimension][ROWS] from i on.
-template <int ROWS, class T>
+// Dimensions [i, i + LANES * 4 / sizeof(T)) of LANES keys join their scores; q: [dimension][ROWS] from i on. WHOLE: they
+// are all below d.
+template <int ROWS, bool WHOLE, class T>
 static inline void add_scores(const T* const* keys, int64_t i, int64_t d, const float* q, float* s) {
     constexpr int PER_WORD = 4 / sizeof(T);
     vu square[LANES];
 #pragma GCC unroll 16
-    for (int key = 0; key < LANES; key++) square[key] = words_at(keys[key], i, d);
+    for (int key = 0; key < LANES; key++) square[key] = WHOLE ? load<vu>(keys[key] + i) : words_at(keys[key], i, d);
     transpose(square);
     vf acc[ROWS];
     for (int r = 0; r < ROWS; r++) acc[r] = i ? load<vf>(s + r * CUT) : vf{};
@@ -44,8 +45,28 @@ __attribute__((noinline)) static void scores_of_few(const T* const* keys, const 
     for (int64_t i = 0; i < d; i += LANES * 4 / int64_t(sizeof(T)))
         for (int j = 0; j < CUT; j += LANES) {
             for (int key = j; key < j + LANES; key++) __builtin_prefetch(next[key] + i, 0, 3);
-            add_scores<ROWS>(keys + j, i, d, q + i * ROWS, s + j);
+            if (i + LANES * 4 / int64_t(sizeof(T)) <= d)
+                add_scores<ROWS, true>(keys + j, i, d, q + i * ROWS, s + j);
+            else
+                add_scores<ROWS, false>(keys + j, i, d, q + i * ROWS, s + j);
         }
+}
+
+// acc[r][v] += value(v) * weight(r). The fewer are kept in registers, so that the accumulators need not leave theirs.
+template <int ROWS, int VECTORS, class Value, class Weight>
+static inline void add_weighted(Value value, Weight weight, vf (&acc)[ROWS][VECTORS]) {
+    vf kept[ROWS < VECTORS ? ROWS : VECTORS];
+#pragma GCC unroll 12
+    for (int i = 0; i < int(sizeof kept / sizeof(vf)); i++) kept[i] = ROWS < VECTORS ? weight(i) : value(i);
+#pragma GCC unroll 12
+    for (int j = 0; j < (ROWS < VECTORS ? VECTORS : ROWS); j++) {
+        vf other = ROWS < VECTORS ? value(j) : weight(j);
+#pragma GCC unroll 12
+        for (int i = 0; i < int(sizeof kept / sizeof(vf)); i++) {
+            vf& to = ROWS < VECTORS ? acc[i][j] : acc[j][i];
+            to = madd(kept[i], other, to);
+        }
+    }
 }
 
 // Vectors [i, i + VECTORS) of the weighted sum of `keys` values; weights s, rows CUT apart; o rows `width` apart.
@@ -55,16 +76,8 @@ static inline void add_values(const T* const* values, const T* const* next, int 
     vf acc[ROWS][VECTORS] = {};
     for (int j = 0; j < keys; j++) {
         __builtin_prefetch(next[j] + i, 0, 3);
-        vf value[VECTORS];
-#pragma GCC unroll 12
-        for (int v = 0; v < VECTORS; v++)
-            value[v] = VECTORS == 1 ? load_at(values[j], i, d) : load_f32(values[j] + i + v * LANES);
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) {
-            vf weight = splat(s[r * CUT + j]);
-#pragma GCC unroll 12
-            for (int v = 0; v < VECTORS; v++) acc[r][v] = madd(value[v], weight, acc[r][v]);
-        }
+        auto value = [&](int v) { return VECTORS == 1 ? load_at(values[j], i, d) : load_f32(values[j] + i + v * LANES); };
+        add_weighted<ROWS, VECTORS>(value, [&](int r) { return splat(s[r * CUT + j]); }, acc);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++)
