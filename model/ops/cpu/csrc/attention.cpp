@@ -70,15 +70,15 @@ void soften(float* s, Range range, float& top, float& total) {
         vf x = load<vf>(s + j);
         best = (MASKED ? seen(j) & (x > best) : x > best) ? x : best;
     }
-    top = largest(best);
+    const float highest = largest(best);
 #pragma GCC unroll 4
     for (int j = 0; j < end; j += LANES) {
-        vf weight = exp2_of<true>(load<vf>(s + j) - top);
+        vf weight = exp2_of<true>(load<vf>(s + j) - highest);
         if (MASKED) weight = seen(j) ? weight : vf{};
         store(s + j, weight);
         acc += weight;
     }
-    total = sum(acc);
+    top = highest, total = sum(acc);
 }
 
 template <class KV>
