@@ -18,7 +18,10 @@ from convert.dtypes import Float32
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """What the forward needs to know beside weights. inverse_frequencies: fp64 [D / 2]; rope_scale: on cos and sin."""
+    """What the forward needs to know beside weights. inverse_frequencies: fp64 [n / 2]; rope_scale: on cos and sin.
+
+    far_frequencies: those of contexts over the original one where they are others; no forward here is that long.
+    """
 
     layers: int
     heads: int
@@ -28,6 +31,7 @@ class Dimensions:
     window: int | None
     inverse_frequencies: NDArray[np.float64]
     rope_scale: float
+    far_frequencies: NDArray[np.float64] | None = None
 
 
 class Reading(Protocol):
@@ -43,7 +47,7 @@ class Reading(Protocol):
         """q_bias, k_bias, v_bias, o_bias, q_norm, k_norm, gate_bias, up_bias, down_bias where the model has them."""
 
     def rotate(self, x: Float32, cos: Float32, sin: Float32) -> Float32:
-        """RoPE on x [T, heads, D] with cos, sin [T, 1, D / 2], in this reading's pairing."""
+        """RoPE on x [T, heads, D] with cos, sin [T, 1, n / 2], in this reading's pairing."""
 
 
 def logits(reading: Reading, ids: Sequence[int]) -> Float32:

@@ -40,7 +40,7 @@ def make_plan(source: Source, dtype: str | None = None) -> list[Target]:
     """One target for every tensor the config needs. Raises ConvertError unless sources and needs match exactly."""
     config = source.values()
     shapes = tensor_shapes(_servable(source, config))
-    by_target = {target: source.table[name] for name, target in source.names.items()}
+    by_target = {target: source.table[name] for name, target in source.names.items()} | dict(source.derived)
     _account(source, shapes, by_target)
     return [_target(source, config, name, shape, by_target[name], dtype) for name, shape in shapes.items()]
 
@@ -58,8 +58,9 @@ def _servable(source: Source, config: Mapping[str, Any]) -> ModelConfig:
 
 def _account(source: Source, shapes: dict[str, Shape], by_target: dict[str, SourceTensor]) -> None:
     """Every source tensor is used or dropped for a reason; every needed tensor is there in the right shape."""
+    taken = {part for target, tensor in source.derived.items() if target in shapes for part in tensor.parts}
     for name, tensor in source.table.items():
-        used = source.names.get(name) in shapes
+        used = source.names.get(name) in shapes or name in taken
         if not used and name not in source.dropped:
             text = f"tensor {name!r} is not part of a {source.architecture} model"
             raise ConvertError(text, tensor.path, tensor.offset)
@@ -91,6 +92,7 @@ def _target(
         return array
 
     steps = [f"dequantise {tensor.stored}"] if tensor.stored != tensor.dtype else []
+    steps += [tensor.how] if tensor.how else []
     steps += [] if heads is None else [f"adjacent to split-half, {heads} heads"]
     steps += [f"round to {target_dtype}"] if target_dtype != tensor.dtype else []
     return Target(name, shape, target_dtype, tensor, ", ".join(steps) or "as stored", read)

@@ -20,7 +20,10 @@ from convert.rope_pairing import Pairing
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """One stored tensor. stored is the format's own type (Q4_1), dtype what `read` returns (F32, F16, BF16)."""
+    """One stored tensor. stored is the format's own type (Q4_1), dtype what `read` returns (F32, F16, BF16).
+
+    parts and how: the stored tensors that it is cut out of or put together from, and what was done; () as it stands.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -29,6 +32,8 @@ class SourceTensor:
     path: Path
     offset: int
     read: Callable[[], Array]
+    parts: tuple[str, ...] = ()
+    how: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +46,9 @@ class ConfigEntry:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An opened checkpoint. names maps each source tensor to its Hugging Face name; what is in neither names nor
-    dropped is not understood. unused: metadata that does not enter the result, each with the reason.
+    """An opened checkpoint. names maps each source tensor to its Hugging Face name, derived the Hugging Face names of
+    tensors that the source stores otherwise to how to get them; a stored tensor that is in neither of them, nor in
+    dropped, is not understood. unused: metadata that does not enter the result, each with the reason.
     raw: what an independent reader of this format needs (header fields under their own names).
     """
 
@@ -54,6 +60,7 @@ class Source:
     names: dict[str, str]
     table: dict[str, SourceTensor]
     raw: Mapping[str, Any]
+    derived: Mapping[str, SourceTensor] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     tokenizer_files: Callable[[], dict[str, str]] = dict

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from convert.detect import open_source
@@ -33,6 +34,7 @@ PROBE_TEXT = (
 PROBE_TOKENS = 32
 PAIRING_LAYERS = 8
 CLEAR_NATS = 0.5
+SAME_ROTATION = 1e-3  # relative: scalings are stored in fp32, and llama3's is read back from a table of ratios
 EXACT, ROUNDED = 1e-3, 2e-2  # largest logit difference (relative to the largest logit); mean KL in nats after rounding
 
 
@@ -59,6 +61,20 @@ class LogitComparison:
 
 
 @dataclass(frozen=True, slots=True)
+class RotationComparison:
+    """How fast pairs turn in source and result: a wrong base hardly shows in the logits of a short text."""
+
+    pairs: int
+    max_relative: float
+    passed: bool
+
+    def line(self) -> str:
+        """The comparison in one line, for people."""
+        verdict = "agree" if self.passed else "DISAGREE"
+        return f"{verdict} over {self.pairs} pairs: max relative difference {self.max_relative:.1e}"
+
+
+@dataclass(frozen=True, slots=True)
 class TextEvidence:
     """How well the result predicts English with its pairing and with the other one (nats a token)."""
 
@@ -80,6 +96,7 @@ class Proof:
     source_pairing: PairingEvidence | None
     result_pairing: PairingEvidence
     text: TextEvidence | None
+    rotation: RotationComparison | None
     logits: LogitComparison | None
 
     def refusal(self) -> str | None:
@@ -89,6 +106,8 @@ class Proof:
                 return f"RoPE pairing of the {side} is {pairing.line()}"
         if self.text is not None and self.text.verdict == "contradicted":
             return f"RoPE pairing by text is {self.text.line()}"
+        if self.rotation is not None and not self.rotation.passed:
+            return f"rotary frequencies of source and result {self.rotation.line()}"
         if self.logits is not None and not self.logits.passed:
             return f"logits of source and result {self.logits.line()}"
         return None
@@ -98,6 +117,7 @@ class Proof:
         pairs = [("source", self.source_pairing), ("result", self.result_pairing)]
         lines = [f"RoPE pairing of the {side}: {evidence.line()}" for side, evidence in pairs if evidence is not None]
         lines += [f"RoPE pairing by text: {self.text.line()}"] if self.text else []
+        lines += [f"rotary frequencies of source and result: {self.rotation.line()}"] if self.rotation else []
         return lines + ([f"logits of source and result: {self.logits.line()}"] if self.logits else [])
 
     def as_json(self) -> dict[str, Any]:
@@ -112,10 +132,26 @@ def prove(folder: Path, source: Source | None, lossless: bool) -> Proof:
     ours = logits(result, ids)
     text = text_evidence(result, ours, ids) if is_text else None
     if source is None:
-        return Proof(None, pairing_of(result), text, None)
+        return Proof(None, pairing_of(result), text, None, None)
     original = source_reading(source)
     comparison = compare_logits(logits(original, ids), ours, lossless)
-    return Proof(pairing_of(original), pairing_of(result), text, comparison)
+    rotation = compare_rotation(original, result)
+    return Proof(pairing_of(original), pairing_of(result), text, rotation, comparison)
+
+
+def compare_rotation(original: TensorReading, result: TensorReading) -> RotationComparison:
+    """The whole vectors of inverse frequencies, both of them where a model has two, and the factor on cos and sin."""
+    theirs, ours = _rotation(original), _rotation(result)
+    if theirs.shape != ours.shape:
+        return RotationComparison(len(theirs), math.inf, passed=False)
+    worst = float(np.abs(ours / theirs - 1).max())
+    return RotationComparison(len(theirs), worst, worst <= SAME_ROTATION)
+
+
+def _rotation(reading: TensorReading) -> NDArray[np.float64]:
+    dims = reading.dimensions
+    far = dims.inverse_frequencies[:0] if dims.far_frequencies is None else dims.far_frequencies
+    return np.concatenate([dims.inverse_frequencies, far, [dims.rope_scale]])
 
 
 def text_evidence(result: TensorReading, ours: Float32, ids: list[int]) -> TextEvidence:

@@ -35,6 +35,11 @@ def _layer(config: ModelConfig) -> dict[str, Shape]:
         "mlp.up_proj": (ffn, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, ffn, config.mlp_bias),
     }
+    if config.fused:
+        stacked = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
+        for name, parts in stacked.items():
+            cut = [matrices.pop(f"{name.split('.')[0]}.{part}_proj") for part in parts]
+            matrices[name] = (sum(rows for rows, _, _ in cut), hidden, cut[0][2])
     shapes: dict[str, Shape] = {f"{name}.weight": (rows, columns) for name, (rows, columns, _) in matrices.items()}
     shapes |= {f"{name}.bias": (rows,) for name, (rows, _, bias) in matrices.items() if bias}
     if config.qk_norm:

@@ -51,6 +51,7 @@ BASE_CONFIG: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "original_max_position_embeddings": 512},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
 }
@@ -109,14 +110,16 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], d)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+        fused = config["model_type"] == "phi3"
+        for name, rows in [("qkv", q + 2 * kv)] if fused else [("q", q), ("k", kv), ("v", kv)]:
             shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, d)
             if config["model_type"] == "qwen2":
                 shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
         if config["model_type"] == "qwen3":
             shapes |= {f"{prefix}self_attn.{name}_norm.weight": (config["head_dim"],) for name in "qk"}
         shapes[f"{prefix}self_attn.o_proj.weight"] = (d, q)
-        shapes |= {f"{prefix}mlp.{name}_proj.weight": (ffn, d) for name in ("gate", "up")}
+        mlp = {"gate_up": 2 * ffn} if fused else {"gate": ffn, "up": ffn}
+        shapes |= {f"{prefix}mlp.{name}_proj.weight": (rows, d) for name, rows in mlp.items()}
         shapes[f"{prefix}mlp.down_proj.weight"] = (d, ffn)
         shapes |= {f"{prefix}{name}_layernorm.weight": (d,) for name in ("input", "post_attention")}
     shapes["model.norm.weight"] = (d,)
@@ -146,7 +149,7 @@ def write_model(folder: Path, config: dict[str, Any], tensors: dict[str, torch.T
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
-    """tiny_model("llama" | "mistral" | "qwen2" | "qwen3", **config overrides) -> a Hugging Face folder."""
+    """tiny_model("llama" | "mistral" | "phi3" | "qwen2" | "qwen3", **config overrides) -> a Hugging Face folder."""
     made: dict[str, Path] = {}
 
     def make(kind: str = "llama", seed: int = 0, **overrides: Any) -> Path:

@@ -51,5 +51,8 @@ class Fields:
         return ConfigEntry(value, name)
 
     def has(self, key: str) -> bool:
-        """Whether the file sets `arch.key`."""
-        return f"{self.arch}.{key}" in self.file.metadata
+        """Whether the file sets `arch.key` to something: 0 stands for none where a number must be positive."""
+        value = self.file.metadata.get(f"{self.arch}.{key}")
+        if value is None or value == 0:
+            self.used.add(f"{self.arch}.{key}")
+        return value is not None and value != 0

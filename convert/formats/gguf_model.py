@@ -7,6 +7,7 @@ are refused: the file does not say how its channels are paired, so this table mu
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from convert.errors import ConvertError
 from convert.formats.gguf import GgufFile, GgufTensor, read_gguf
 from convert.formats.gguf_fields import Fields
 from convert.formats.gguf_quants import PLAIN, dequantize
-from convert.formats.gguf_rope import rope_config
+from convert.formats.gguf_rope import TABLES, rope_config
 from convert.rope_pairing import Pairing
 from convert.source import ConfigEntry, Source, SourceTensor
 from convert.tokenizer.gguf import tokenizer_files
@@ -28,10 +29,12 @@ class Architecture:
     model_type: str
     class_name: str
     pairing: Pairing
+    stacked: bool = False  # q, k, v in one tensor; gate and up in one
 
 
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", "adjacent"),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", "split_half", stacked=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", "split_half"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", "split_half"),
 }
@@ -54,8 +57,8 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+STACKED_NAMES = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 LAYER_NAME = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
-ROPE_FREQS = "rope_freqs.weight"
 DESCRIPTIVE = ("general.", "quantize.", "tokenizer.", "split.")  # they describe the file, or went into the tokenizer
 
 
@@ -69,8 +72,9 @@ def open_gguf(path: Path) -> Source:
         raise ConvertError(f"GGUF architecture {arch!r} is not supported (known: {', '.join(ARCHITECTURES)})", path)
     fields = Fields(file, arch)
     config = _config(file, fields, ARCHITECTURES[arch])
-    names = {name: target for name in file.tensors if (target := _target_name(name)) is not None}
-    dropped = {ROPE_FREQS: "folded into rope_parameters"} if ROPE_FREQS in file.tensors else {}
+    layer_names = LAYER_NAMES | (STACKED_NAMES if ARCHITECTURES[arch].stacked else {})
+    names = {name: target for name in file.tensors if (target := _target_name(name, layer_names)) is not None}
+    dropped = {name: "folded into rope_parameters" for name in TABLES if name in file.tensors}
     return Source(
         path=path, format="gguf", architecture=arch, pairing=ARCHITECTURES[arch].pairing, config=config,
         names=names, table={t.name: _source_tensor(t) for t in file.tensors.values()}, raw=file.metadata,
@@ -84,19 +88,19 @@ def gguf_name(name: str) -> str | None:
         if theirs == name:
             return ours
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
-    for ours, theirs in LAYER_NAMES.items():
+    for ours, theirs in (*LAYER_NAMES.items(), *STACKED_NAMES.items()):
         if match is not None and match[2] == theirs:
             return f"blk.{match[1]}.{ours}.{match[3]}"
     return None
 
 
-def _target_name(name: str) -> str | None:
+def _target_name(name: str, layer_names: Mapping[str, str]) -> str | None:
     if name in GLOBAL_NAMES:
         return GLOBAL_NAMES[name]
     match = LAYER_NAME.fullmatch(name)
-    if match is None or match[2] not in LAYER_NAMES:
+    if match is None or match[2] not in layer_names:
         return None
-    return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
+    return f"model.layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
 
 
 def _source_tensor(tensor: GgufTensor) -> SourceTensor:
@@ -139,17 +143,20 @@ def _config(file: GgufFile, fields: Fields, arch: Architecture) -> dict[str, Con
         "rms_norm_eps": fields.get("attention.layer_norm_rms_epsilon", float),
         "hidden_act": ConfigEntry("silu", from_table),
     }
-    config |= rope_config(file, fields, head_dim.value)
+    config |= rope_config(file, fields, head_dim.value, config["max_position_embeddings"].value)
+    if arch.pairing == "adjacent" and "partial_rotary_factor" in config:
+        raise fields.fail(
+            "rope.dimension_count", f"differs from head_dim {head_dim.value}, not supported for {fields.arch}"
+        )
     return config | _presence(file, arch) | _window(fields, arch) | _special_tokens(file)
 
 
 def _check_heads(fields: Fields, heads: int, kv_heads: int, head_dim: int) -> None:
     if heads % kv_heads:
         raise fields.fail("attention.head_count_kv", f"{kv_heads} does not divide {heads} heads")
-    for key in ("attention.value_length", "rope.dimension_count"):
-        width = fields.get(key, int, head_dim).value
-        if width != head_dim:
-            raise fields.fail(key, f"{width} differs from head_dim {head_dim}, which is not supported")
+    width = fields.get("attention.value_length", int, head_dim).value
+    if width != head_dim:
+        raise fields.fail("attention.value_length", f"{width} differs from head_dim {head_dim}, which is not supported")
     if fields.raw("expert_count"):
         raise fields.fail("expert_count", "mixtures of experts are not supported")
 
@@ -159,7 +166,7 @@ def _presence(file: GgufFile, arch: Architecture) -> dict[str, ConfigEntry]:
     tied = "output.weight" not in file.tensors
     config = {"tie_word_embeddings": ConfigEntry(tied, f"output.weight is {'absent' if tied else 'present'}")}
     for key, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_gate.bias")):
-        if arch.model_type != "qwen2":
+        if arch.model_type not in ("qwen2", "phi3"):
             there = tensor in file.tensors
             config[key] = ConfigEntry(there, f"{tensor} is {'present' if there else 'absent'}")
     return config
@@ -170,6 +177,8 @@ def _window(fields: Fields, arch: Architecture) -> dict[str, ConfigEntry]:
     if not fields.has("attention.sliding_window"):
         return {}
     window = fields.get("attention.sliding_window")
+    if arch.model_type == "phi3":
+        return {"sliding_window": window}
     if arch.model_type != "llama":
         raise fields.fail("attention.sliding_window", f"windows of {arch.model_type} are not supported")
     return {

@@ -1,57 +1,126 @@
-"""RoPE parameters of a GGUF file: base, scaling keys, and `rope_freqs.weight` inverted to Llama 3 scaling.
+"""RoPE parameters of a GGUF file: base, scaling keys, longrope's tables of factors, and `rope_freqs.weight` inverted to
+Llama 3 scaling.
 
 Knows nothing of the other metadata.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from convert.dtypes import Float32
+from convert.dtypes import Float32, shortest_float
 from convert.errors import ConvertError
-from convert.formats.gguf import GgufFile
+from convert.formats.gguf import GgufFile, GgufTensor
 from convert.formats.gguf_fields import Fields
 from convert.formats.rope_entries import rope_entries
 from convert.source import ConfigEntry
 
 DEFAULT_THETA = 10000.0
-YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}  # any other yarn_* key is refused
+YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
+FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+TABLES = (FREQS, LONG, SHORT)
+"""Tensors that say how positions are scaled: they go into the config."""
 
 
-def rope_config(file: GgufFile, fields: Fields, head_dim: int) -> dict[str, ConfigEntry]:
-    """The three RoPE entries of config.json."""
+def rope_config(file: GgufFile, fields: Fields, head_dim: int, positions: int) -> dict[str, ConfigEntry]:
+    """The RoPE entries of config.json. positions: context_length."""
     theta = fields.get("rope.freq_base", float, DEFAULT_THETA)
-    scaling, origin = _scaling_keys(fields), f"{fields.arch}.rope.scaling.*"
-    freqs = file.tensors.get("rope_freqs.weight")
-    if freqs is None:
-        return rope_entries(theta, scaling, origin)
-    if scaling is not None or freqs.type != "F32" or freqs.shape != (head_dim // 2,):
-        text = f"rope_freqs.weight {freqs.type} {freqs.shape} does not fit the model"
-        raise ConvertError(text, freqs.path, freqs.offset)
-    ratios = freqs.blocks().reshape(-1).view(np.float32)
-    inverted = invert_llama3(ratios, theta.value)
-    if inverted is None:
-        raise ConvertError("rope_freqs.weight is not a Llama 3 scaling: cannot be written", freqs.path, freqs.offset)
-    return rope_entries(theta, inverted, "rope_freqs.weight")
+    width, partial = _width(fields, head_dim)
+    fields.raw("rope.scaling.finetuned")  # says how the model came about, not how it runs
+    scaling: dict[str, Any] | None
+    if LONG in file.tensors or SHORT in file.tensors:
+        scaling, origin = (
+            _longrope(file, fields, width, positions),
+            "rope_factors_long.weight, rope_factors_short.weight",
+        )
+    elif FREQS in file.tensors:
+        scaling, origin = _llama3(file, fields, width, theta.value), FREQS
+    else:
+        scaling, origin = _scaling_keys(fields, positions), f"{fields.arch}.rope.scaling.*"
+    entries = rope_entries(theta, scaling, origin, partial)
+    if fields.has("rope.scaling.original_context_length"):
+        entries["original_max_position_embeddings"] = fields.get("rope.scaling.original_context_length")
+    return entries
 
 
-def _scaling_keys(fields: Fields) -> dict[str, Any] | None:
-    kind = fields.get("rope.scaling.type", str, "none").value
-    if kind == "none":
+def _width(fields: Fields, head_dim: int) -> tuple[int, ConfigEntry | None]:
+    """Channels of a head that turn, and their share where it is not all of them."""
+    width = fields.get("rope.dimension_count", int, head_dim)
+    if width.value == head_dim:
+        return head_dim, None
+    if width.value > head_dim or width.value % 2:
+        raise fields.fail("rope.dimension_count", f"{width.value} is odd or more than head_dim {head_dim}")
+    share = width.value / head_dim
+    share = share if int(head_dim * share) == width.value else math.nextafter(share, 1.0)
+    return width.value, ConfigEntry(share, f"{width.origin} / head_dim")
+
+
+def _scaling_keys(fields: Fields, positions: int) -> dict[str, Any] | None:
+    """By the keys alone. llama.cpp takes a factor without a type as linear, under an older name too."""
+    old = "rope.scale_linear"
+    factor = fields.get("rope.scaling.factor" if not fields.has(old) else old, float, 1.0).value
+    kind = fields.get("rope.scaling.type", str, "linear").value
+    if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
     if kind not in ("linear", "yarn"):
-        raise fields.fail("rope.scaling.type", f"{kind!r} is not supported")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": fields.get("rope.scaling.factor", float).value}
-    if kind == "linear":
-        return scaling
-    original = fields.get("rope.scaling.original_context_length").value
-    scaling["original_max_position_embeddings"] = original
+        raise fields.fail("rope.scaling.type", f"{kind!r} is not supported without its tensors")
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    return scaling if kind == "linear" else scaling | _yarn_keys(fields, factor, positions)
+
+
+def _yarn_keys(fields: Fields, factor: float, positions: int) -> dict[str, Any]:
+    original = fields.get("rope.scaling.original_context_length", int, positions).value
+    keys: dict[str, Any] = {"original_max_position_embeddings": original}
     for key, name in YARN_KEYS.items():
         if fields.has(f"rope.scaling.{key}"):
-            scaling[name] = fields.get(f"rope.scaling.{key}", float).value
+            keys[name] = fields.get(f"rope.scaling.{key}", float).value
+    if fields.has("rope.scaling.yarn_log_multiplier"):
+        keys |= {"mscale": 1.0, "mscale_all_dim": fields.get("rope.scaling.yarn_log_multiplier", float).value}
+    if fields.get("rope.scaling.yarn_ext_factor", float, 1.0).value != 1.0:
+        raise fields.fail("rope.scaling.yarn_ext_factor", "only 1 is supported")
+    if fields.has("rope.scaling.attn_factor"):
+        more = fields.get("rope.scaling.attn_factor", float).value
+        keys["attention_factor"] = more * keys.get("attention_factor", 1.0 + 0.1 * math.log(max(factor, 1.0)))
+    return keys
+
+
+def _longrope(file: GgufFile, fields: Fields, width: int, positions: int) -> dict[str, Any]:
+    if fields.get("rope.scaling.type", str, "longrope").value != "longrope":
+        raise fields.fail("rope.scaling.type", f"does not go with {LONG}")
+    original = fields.get("rope.scaling.original_context_length").value
+    scaling: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": original}
+    for name, key in ((SHORT, "short_factor"), (LONG, "long_factor")):
+        if name not in file.tensors:
+            raise ConvertError(f"tensor {name} is missing, the other table of factors is there", file.path)
+        scaling[key] = [shortest_float(float(value)) for value in _table(file.tensors[name], width)]
+    if fields.has("rope.scaling.attn_factor"):
+        said = fields.get("rope.scaling.attn_factor", float).value
+        rule = math.sqrt(1 + math.log(max(positions / original, 1.0)) / math.log(original)) if original > 1 else 1.0
+        scaling |= {} if math.isclose(said, rule, rel_tol=1e-6) else {"attention_factor": said}
     return scaling
+
+
+def _llama3(file: GgufFile, fields: Fields, width: int, theta: float) -> dict[str, Any]:
+    freqs = file.tensors[FREQS]
+    ratios = _table(freqs, width)
+    if _scaling_keys(fields, 1) is not None:
+        raise ConvertError(
+            f"{FREQS} stands beside rope.scaling keys: only one of them can be", freqs.path, freqs.offset
+        )
+    inverted = invert_llama3(ratios, theta)
+    if inverted is None:
+        raise ConvertError(f"{FREQS} is not a Llama 3 scaling: cannot be written", freqs.path, freqs.offset)
+    return inverted
+
+
+def _table(tensor: GgufTensor, width: int) -> Float32:
+    if tensor.type != "F32" or tensor.shape != (width // 2,):
+        text = f"{tensor.name} {tensor.type} {tensor.shape} does not fit the model: expected F32 ({width // 2},)"
+        raise ConvertError(text, tensor.path, tensor.offset)
+    return tensor.blocks().reshape(-1).view(np.float32)
 
 
 def llama3_ratios(theta: float, width: int, factor: float, low: float, high: float, original: float) -> Float32:

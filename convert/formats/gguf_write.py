@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from convert.dtypes import Float32, raw_bytes, to_float32
+from convert.dtypes import raw_bytes, to_float32
 from convert.errors import ConvertError
-from convert.formats.gguf_rope import llama3_ratios
+from convert.formats.gguf_rope_write import rope_metadata, rope_tables, rotary_width
 from convert.plan import Target
 from convert.source import Source
 from convert.tokenizer.gguf_write import tokenizer_metadata
@@ -31,11 +31,13 @@ def write_gguf(path: Path, source: Source, targets: Sequence[Target]) -> None:
     """Raises ConvertError for a rope scaling or a tokenizer that GGUF's metadata cannot say."""
     config: dict[str, Any] = source.values()
     arch = "llama" if config["model_type"] == "mistral" else config["model_type"]
+    if arch == "llama" and rotary_width(config) != config["head_dim"]:
+        raise ConvertError("GGUF's llama architecture turns whole heads, this model turns parts of them", source.path)
     metadata = _model_metadata(source, arch, targets)
     metadata |= tokenizer_metadata(source.tokenizer_files(), config["vocab_size"], source.path)
-    freqs = _rope_freqs(config)
+    tables = rope_tables(config)
     rows = [(t.name, t.shape, "F32" if len(t.shape) == 1 else t.dtype) for t in targets]
-    rows += [] if freqs is None else [("rope_freqs.weight", freqs.shape, "F32")]
+    rows += [(name, table.shape, "F32") for name, table in tables.items()]
     with path.open("wb") as file:
         file.write(_header(metadata, rows))
         _pad(file)
@@ -43,8 +45,8 @@ def write_gguf(path: Path, source: Source, targets: Sequence[Target]) -> None:
             array = target.read() if dtype == target.dtype else to_float32(target.read(), target.dtype)
             file.write(raw_bytes(array))
             _pad(file)
-        if freqs is not None:
-            file.write(raw_bytes(freqs))
+        for table in tables.values():
+            file.write(raw_bytes(table))
             _pad(file)
 
 
@@ -64,36 +66,12 @@ def _model_metadata(source: Source, arch: str, targets: Sequence[Target]) -> dic
         f"{arch}.attention.value_length": config["head_dim"],
         f"{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         f"{arch}.rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
-        f"{arch}.rope.dimension_count": config["head_dim"],
+        f"{arch}.rope.dimension_count": rotary_width(config),
         f"{arch}.vocab_size": config["vocab_size"],
     }
-    if config["model_type"] == "mistral" and config.get("sliding_window"):
+    if config["model_type"] in ("mistral", "phi3") and config.get("sliding_window"):
         metadata[f"{arch}.attention.sliding_window"] = config["sliding_window"]
-    return metadata | _rope_metadata(source, arch)
-
-
-def _rope_metadata(source: Source, arch: str) -> dict[str, Value]:
-    scaling = source.values().get("rope_scaling")
-    if scaling is None or scaling["rope_type"] == "llama3":
-        return {}
-    prefix, kind = f"{arch}.rope.scaling.", scaling["rope_type"]
-    known = {"rope_type", "factor"} | ({"original_max_position_embeddings"} if kind == "yarn" else set())
-    if kind not in ("linear", "yarn") or scaling.keys() != known:
-        raise ConvertError(f"GGUF cannot hold rope scaling {scaling} without loss", source.path)
-    metadata: dict[str, Value] = {prefix + "type": kind, prefix + "factor": float(scaling["factor"])}
-    if kind == "yarn":
-        metadata[prefix + "original_context_length"] = scaling["original_max_position_embeddings"]
-    return metadata
-
-
-def _rope_freqs(config: Mapping[str, Any]) -> Float32 | None:
-    scaling = config.get("rope_scaling")
-    if scaling is None or scaling["rope_type"] != "llama3":
-        return None
-    return llama3_ratios(
-        config["rope_parameters"]["rope_theta"], config["head_dim"], scaling["factor"], scaling["low_freq_factor"],
-        scaling["high_freq_factor"], scaling["original_max_position_embeddings"],
-    )  # fmt: skip
+    return metadata | rope_metadata(config, arch, source.path)
 
 
 def _header(metadata: Mapping[str, Value], rows: Sequence[tuple[str, tuple[int, ...], str]]) -> bytes:

@@ -52,6 +52,7 @@ def _check(source: Source, header: Header, targets: Sequence[Target]) -> None:
     rope = config["rope_parameters"]
     fits = {
         f"RoPE base {THETA:g} without scaling": rope["rope_theta"] == THETA and config.get("rope_scaling") is None,
+        "whole heads that turn": rope.get("partial_rotary_factor", 1.0) == 1.0,
         f"norm epsilon {EPS:g}": math.isclose(config["rms_norm_eps"], EPS, rel_tol=1e-6),
         "head_dim = dim / heads": config["head_dim"] == header.head_dim,
         "no sliding window": config.get("sliding_window") is None,

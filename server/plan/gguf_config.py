@@ -11,7 +11,7 @@ from typing import Any
 from convert.errors import ConvertError
 from convert.formats.gguf_header import TensorRow
 
-MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+MODEL_TYPES = {"llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3"}
 KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -31,7 +31,7 @@ def config_from_gguf(metadata: Mapping[str, Any], rows: Sequence[TensorRow], dty
     shapes = {row.name: row.shape for row in rows}
     if "token_embd.weight" not in shapes:
         raise ConvertError("tensor token_embd.weight is missing")
-    window = metadata.get(f"{arch}.attention.sliding_window")
+    window = metadata.get(f"{arch}.attention.sliding_window") or None  # 0 stands for none
     return config | {
         "model_type": "mistral" if window and arch == "llama" else MODEL_TYPES[str(arch)],
         "num_key_value_heads": _number(metadata, f"{arch}.attention.head_count_kv", heads),
