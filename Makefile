@@ -14,6 +14,7 @@ help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(BIN)/python:
+	@echo "Installing into $(VENV): torch is a large wheel, the first time takes minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(INDEX) $(TORCH)
 

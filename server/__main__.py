@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from server.config import add_options, read_config
+from server.config import add_options, misspelled, read_config
 from server.version import ropeway_version
 
 COMMANDS = {
@@ -76,6 +76,8 @@ def main_serve(arguments: list[str]) -> int:
         config = read_config(parser.parse_args(arguments))
     except ValueError as error:
         parser.error(str(error))
+    for line in misspelled():
+        print(f"ropeway: {line}", file=sys.stderr)
     from server.serve import serve
 
     return serve(config)
@@ -85,13 +87,16 @@ def main_chat(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="ropeway chat", description="Talk to a server.")
     parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"where it listens (default {DEFAULT_URL})")
     parser.add_argument("--model", help="one of its names (default: the first)")
+    keys = os.environ.get("ROPEWAY_API_KEY", "")  # a server takes several from it
     parser.add_argument(
-        "--api-key", default=os.environ.get("ROPEWAY_API_KEY"), help="the server's key (env ROPEWAY_API_KEY)"
+        "--api-key", default=keys.partition(",")[0].strip() or None, help="the server's key (env ROPEWAY_API_KEY)"
     )
+    parser.add_argument("--temperature", type=float, help="0: always the likeliest token (default: the server's)")
     parsed = parser.parse_args(arguments)
     from server.chat import chat
 
-    return chat(parsed.url, parsed.model, parsed.api_key)
+    sampling = {} if parsed.temperature is None else {"temperature": parsed.temperature}
+    return chat(parsed.url, parsed.model, parsed.api_key, sampling)
 
 
 if __name__ == "__main__":

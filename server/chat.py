@@ -16,8 +16,11 @@ EXAMPLE = "http://127.0.0.1:8000"
 HELP = "/exit ends, /new starts over; Ctrl-C stops an answer"
 
 
-def chat(url: str, model: str | None = None, key: str | None = None) -> int:
-    """Talk until the input ends. 0 at its end, 1 when the server cannot be reached or refuses."""
+def chat(url: str, model: str | None = None, key: str | None = None, sampling: dict[str, float] | None = None) -> int:
+    """Talk until the input ends. 0 at its end, 1 when the server cannot be reached or refuses.
+
+    sampling: parameters of every request; what is left out is the server's choice.
+    """
     if not url.startswith(("http://", "https://")):
         print(f"ropeway: {url}: not a server address (expected something like {EXAMPLE})", file=sys.stderr)
         return 1
@@ -27,6 +30,7 @@ def chat(url: str, model: str | None = None, key: str | None = None) -> int:
     with httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=httpx.Timeout(10, read=None)) as client:
         try:
             model = model or first_model(client)
+            asked: dict[str, Any] = {"model": model, "stream": True} | (sampling or {})
             if interactive:
                 print(f"{model} at {url}. {HELP}")
             for line in lines(interactive):
@@ -34,7 +38,7 @@ def chat(url: str, model: str | None = None, key: str | None = None) -> int:
                     history.clear()
                 elif line:
                     history.append({"role": "user", "content": line})
-                    history.append({"role": "assistant", "content": answer(client, model, history)})
+                    history.append({"role": "assistant", "content": answer(client, asked | {"messages": history})})
         except httpx.ConnectError as error:
             print(f"ropeway: {url}: {error}; `ropeway serve` starts a server", file=sys.stderr)
             return 1
@@ -63,11 +67,11 @@ def lines(interactive: bool) -> Iterator[str]:
         yield line
 
 
-def answer(client: httpx.Client, model: str, history: list[dict[str, str]]) -> str:
+def answer(client: httpx.Client, body: dict[str, Any]) -> str:
     """Print the answer as it comes; Ctrl-C keeps what has come. RuntimeError carries the server's own message."""
     text = ""
     try:
-        for piece in stream(client, {"model": model, "messages": history, "stream": True}):
+        for piece in stream(client, body):
             text += piece
             print(piece, end="", flush=True)
     except KeyboardInterrupt:

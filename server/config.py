@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def parse_size(text: str) -> int:
 def parse_flag(text: str) -> bool:
     value = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     if text.lower() not in value:
-        raise ValueError(f"{text!r} is not one of true, false, yes, no, on, off, 1, 0")
+        raise ValueError(f"{text!r} is not one of true, false, yes, no, on, off, 1, 0 (MODEL goes before the flags)")
     return value[text.lower()]
 
 
@@ -203,6 +204,14 @@ def read_config(arguments: argparse.Namespace, environment: Mapping[str, str] = 
             raise ValueError(f"{source}: {error}") from None
     config = ServeConfig(**values)
     return config if config.api_key_file is None else with_keys_of(config, Path(config.api_key_file))
+
+
+def misspelled(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """One line for each variable that looks like a setting and is none."""
+    known = [env_name(item.name) for item in fields(ServeConfig)]
+    mine = sorted(name for name in environment if name.startswith(env_name("")) and name not in known)
+    near = {name: get_close_matches(name, known, n=1, cutoff=0.85) for name in mine}
+    return [f"{name} is not a setting: did you mean {match[0]}?" for name, match in near.items() if match]
 
 
 def with_keys_of(config: ServeConfig, file: Path) -> ServeConfig:

@@ -174,7 +174,7 @@ class Choice:
 
 def best(entry: TokenLogprob | None, count: int) -> TokenLogprob | None:
     """The entry with its `count` best alternatives."""
-    return entry and replace(entry, top=entry.top[:count])
+    return entry and entry._replace(top=entry.top[:count])
 
 
 class Generation:

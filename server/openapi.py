@@ -10,6 +10,9 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import TypeAdapter
+
+from server.reply_schemas import CHUNKS, REPLIES
 
 ERRORS = {
     "400": "The request is at fault; the message names the field, its limit and what was sent",
@@ -40,6 +43,13 @@ ERROR: dict[str, Any] = {
     },
 }
 USAGE = {"prompt_tokens": 12, "completion_tokens": 2, "total_tokens": 14, "prompt_tokens_details": {"cached_tokens": 0}}
+MODEL = {"id": "m", "object": "model", "created": 1790000000, "owned_by": "ropeway", "max_model_len": 8192}
+MESSAGES_USAGE = {
+    "input_tokens": 12,
+    "cache_read_input_tokens": 0,
+    "cache_creation_input_tokens": 0,
+    "output_tokens": 2,
+}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "id": "cmpl-1f",
@@ -54,16 +64,15 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "object": "chat.completion",
         "created": 1790000000,
         "model": "m",
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hi!"}, "finish_reason": "stop"}],
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hi!", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
         "usage": USAGE,
-    },
-    "/v1/responses": {
-        "id": "resp_1f",
-        "object": "response",
-        "status": "completed",
-        "model": "m",
-        "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hi!"}]}],
-        "usage": {"input_tokens": 12, "output_tokens": 2, "total_tokens": 14},
     },
     "/v1/messages": {
         "id": "msg_1f",
@@ -72,7 +81,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "model": "m",
         "content": [{"type": "text", "text": "Hi!"}],
         "stop_reason": "end_turn",
-        "usage": {"input_tokens": 12, "output_tokens": 2},
+        "stop_sequence": None,
+        "usage": MESSAGES_USAGE,
     },
     "/v1/messages/count_tokens": {"input_tokens": 12},
     "/v1/embeddings": {
@@ -84,7 +94,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "/tokenize": {"count": 2, "max_model_len": 8192, "tokens": [72, 105], "token_strs": ["H", "i"]},
     "/detokenize": {"prompt": "Hi"},
-    "/v1/models": {"object": "list", "data": [{"id": "m", "object": "model", "max_model_len": 8192}]},
+    "/v1/models": {"object": "list", "data": [MODEL]},
+    "/v1/models/{name}": MODEL,
     "/version": {"version": "0.1.0", "device": "cpu", "backend": "cpu", "batch_invariant": True},
 }
 STREAMING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
@@ -102,19 +113,31 @@ def described(app: FastAPI) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     schemas["Error"] = ERROR
+    whole, parts = schemas_of(REPLIES), schemas_of(CHUNKS)
+    schemas |= whole.pop("$defs") | parts.pop("$defs")
     for path, methods in found["paths"].items():
         for method in methods.values():
-            method["responses"] = success(path, method["responses"]) | errors()
+            method["responses"] = success(path, method["responses"], whole, parts) | errors()
     return found
 
 
-def success(path: str, responses: dict[str, Any]) -> dict[str, Any]:
+def schemas_of(shapes: dict[str, TypeAdapter[Any]]) -> dict[str, Any]:
+    """JSON schemas by path, and under $defs what they refer to."""
+    by_path, definitions = TypeAdapter.json_schemas(
+        [(path, "serialization", shape) for path, shape in shapes.items()], ref_template="#/components/schemas/{model}"
+    )
+    return {path: schema for (path, _), schema in by_path.items()} | definitions
+
+
+def success(path: str, responses: dict[str, Any], whole: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
     content = responses["200"].get("content", {"application/json": {}})
     if path in EXAMPLES:
         content = {"application/json": content.get("application/json", {}) | {"example": EXAMPLES[path]}}
+    if path in whole:
+        content = {"application/json": content.get("application/json", {}) | {"schema": whole[path]}}
     if path in STREAMING:
-        content["application/json"]["schema"] = {"type": "object", "required": list(EXAMPLES[path])[:1]}
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        event = {"x-event-schema": parts[path]} if path in parts else {}  # OpenAPI 3.1 has no word for one event
+        content["text/event-stream"] = {"schema": {"type": "string"}, **event}
     if path in TEXTS:
         content = {TEXTS[path]: {"schema": {"type": "string"}}}
     return {"200": responses["200"] | {"content": content}}

@@ -71,9 +71,23 @@ def test_a_file_that_is_no_model_is_1(tmp_path: Path) -> None:
 
 
 def test_chat_works_from_a_pipe(scripted: LiveServer) -> None:
-    done = ropeway("chat", scripted.url, text="hello\n\n/new\nagain\n/exit\nnever\n", ROPEWAY_API_KEY="secret")
+    done = ropeway("chat", scripted.url, text="hello\n\n/new\nagain\n/exit\nnever\n", ROPEWAY_API_KEY="secret,other")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["user: hello", "user: again"]
+
+
+def test_chat_passes_the_temperature_on(scripted: LiveServer) -> None:
+    hot = ropeway("chat", scripted.url, "--temperature", "-1", text="hello\n", ROPEWAY_API_KEY="secret")
+    assert hot.returncode == 1 and "temperature" in hot.stderr
+    cold = ropeway("chat", scripted.url, "--temperature", "0", text="hello\n", ROPEWAY_API_KEY="secret")
+    assert cold.returncode == 0 and cold.stdout == "user: hello\n"
+
+
+def test_a_misspelled_setting_is_pointed_at() -> None:
+    done = ropeway("serve", "/no/such/model", ROPEWAY_PROT="1", ROPEWAY_MAX_NUM_SEQ="4", ROPEWAY_OF_MY_OWN="x")
+    first, second, _ = done.stderr.splitlines()
+    assert first == "ropeway: ROPEWAY_MAX_NUM_SEQ is not a setting: did you mean ROPEWAY_MAX_NUM_SEQS?"
+    assert second == "ropeway: ROPEWAY_PROT is not a setting: did you mean ROPEWAY_PORT?"
 
 
 def test_chat_says_why_it_cannot(scripted: LiveServer) -> None:
