@@ -15,7 +15,7 @@ from pathlib import Path
 from convert.atomic import exclusive
 from convert.errors import ConvertError
 from convert.formats.gguf_parts import part_files
-from convert.formats.huggingface import is_huggingface, read_json
+from convert.formats.huggingface import is_canonical, read_json
 from convert.pipeline import convert as run_conversion
 from convert.report import CONVERTER_VERSION, REPORT_FILE
 
@@ -31,7 +31,7 @@ def ensure_canonical(
     percent. Raises ConvertError.
     """
     path = Path(path)
-    if path.is_dir() and is_huggingface(path):
+    if path.is_dir() and is_canonical(path):
         return path
     if not path.exists():
         raise ConvertError("no such file or folder", path)

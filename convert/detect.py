@@ -12,7 +12,9 @@ from convert.formats.gguf_header import MAGIC
 from convert.formats.gguf_model import open_gguf
 from convert.formats.huggingface import is_huggingface, open_huggingface
 from convert.formats.huggingface_bin import is_huggingface_bin, open_huggingface_bin
+from convert.formats.litgpt import is_litgpt, open_litgpt
 from convert.formats.llama2c import is_llama2c, open_llama2c
+from convert.formats.llama2c_torch import ZIP_MAGIC, open_llama2c_torch
 from convert.formats.meta import is_meta, open_meta
 from convert.source import Source
 
@@ -26,6 +28,8 @@ def open_source(path: Path) -> Source:
             return open_huggingface(path)
         if is_huggingface_bin(path):
             return open_huggingface_bin(path)
+        if is_litgpt(path):
+            return open_litgpt(path)
         if is_meta(path):
             return open_meta(path)
         raise ConvertError("no checkpoint in this folder (no config.json with weights, no params.json)", path)
@@ -33,6 +37,8 @@ def open_source(path: Path) -> Source:
         start = file.read(8)
     if start[:4] == MAGIC:
         return open_gguf(path)
+    if start[:4] == ZIP_MAGIC:
+        return open_llama2c_torch(path)
     if is_llama2c(path):
         return open_llama2c(path)
     raise ConvertError(f"not a checkpoint of a known format (starts with {start!r})", path, 0)

@@ -45,9 +45,9 @@ def convert(
     was killed leaves its finished shards (of at most shard_bytes) beside it, and the next one goes on from there.
     """
     source = open_source(path)
+    targets = make_plan(source, dtype)
     if source.canonical:
         raise ConvertError("is a Hugging Face folder already: serve it as it is", path)
-    targets = make_plan(source, dtype)
     check_free_disk(destination, sum(target.nbytes for target in targets))
     with atomic_folder(destination, lambda text: progress(text, 0, 0)) as folder:
         return None if folder is None else _fill(folder, source, targets, progress, shard_bytes)

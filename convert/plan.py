@@ -47,13 +47,13 @@ def make_plan(source: Source, dtype: str | None = None) -> list[Target]:
 
 def _servable(source: Source, config: Mapping[str, Any]) -> ModelConfig:
     """What cannot be served must be refused now, not by the server that is started on the result."""
-    layers = config["num_hidden_layers"]
-    if isinstance(layers, int) and layers > len(source.table):
-        raise ConvertError(f"num_hidden_layers is {layers}, with {len(source.table)} tensors", source.path)
     try:
-        return ModelConfig.from_dict(config)
+        servable = ModelConfig.from_dict(config)
     except ConfigError as error:
         raise ConvertError(str(error), source.path) from None
+    if servable.num_layers > len(source.table):
+        raise ConvertError(f"num_hidden_layers is {servable.num_layers}, with {len(source.table)} tensors", source.path)
+    return servable
 
 
 def _account(source: Source, shapes: dict[str, Shape], by_target: dict[str, SourceTensor]) -> None:

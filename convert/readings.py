@@ -16,6 +16,7 @@ import numpy as np
 from convert.dtypes import Float32, to_float32
 from convert.errors import ConvertError
 from convert.forward import Dimensions
+from convert.fused_readings import INTERNLM2_ROLES, LITGPT_ROLES, Cuts, internlm2, litgpt, stacked
 from convert.reading_rotation import Rotation, canonical_rotation, gguf_rotation, meta_rotation
 from convert.source import Source, SourceTensor
 
@@ -102,7 +103,16 @@ def source_reading(source: Source) -> TensorReading:
         return _gguf_reading(source.table, source.raw)
     if source.format in ("meta", "mistral") or source.format.startswith("llama2c"):
         return _meta_reading(source.table, source.raw)
+    if source.format == "internlm2":
+        return _fused_reading(source, INTERNLM2_ROLES, *internlm2({**source.values(), **source.raw}))
+    if source.format == "litgpt":
+        return _fused_reading(source, LITGPT_ROLES, *litgpt(source.table, source.raw))
     raise ConvertError(f"no independent reading of {source.format}", source.path)
+
+
+def _fused_reading(source: Source, roles: Mapping[str, str], dims: Dimensions, cuts: Cuts) -> TensorReading:
+    parts: dict[str, Part] = {role: Part(name, take) for role, (name, take) in cuts.items()}
+    return TensorReading(source.table, {**roles, **parts}, dims, adjacent=False)
 
 
 def _gguf_reading(table: Mapping[str, SourceTensor], metadata: Mapping[str, Any]) -> TensorReading:
@@ -163,12 +173,7 @@ def _dimensions(
 
 def _stacked(dims: Dimensions, qkv: str, gate_up: str, inner: int) -> dict[str, Part]:
     """Roles of matrices that lie on top of each other: q, k, v in one tensor, gate and up in another."""
-    q, kv = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
-
-    def rows(name: str, start: int, count: int) -> Part:
-        return Part(name, lambda whole: whole[start : start + count])
-
-    return {
-        "q": rows(qkv, 0, q), "k": rows(qkv, q, kv), "v": rows(qkv, q + kv, kv),
-        "gate": rows(gate_up, 0, inner), "up": rows(gate_up, inner, inner),
-    }  # fmt: skip
+    parts = {role: Part(name, take) for role, (name, take) in stacked(dims, qkv).items()}
+    parts["gate"] = Part(gate_up, lambda whole: whole[:inner])
+    parts["up"] = Part(gate_up, lambda whole: whole[inner:])
+    return parts

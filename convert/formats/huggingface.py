@@ -11,6 +11,8 @@ from typing import Any
 
 from convert.errors import ConvertError
 from convert.formats.huggingface_config import with_defaults
+from convert.formats.internlm2 import MODEL_TYPE as INTERNLM2
+from convert.formats.internlm2 import internlm2_source
 from convert.source import Source, SourceTensor, file_tensor
 from convert.tokenizer.folder import folder_tokenizer
 from model.safetensors_header import INDEX, WeightsError, check_size, read_header
@@ -28,6 +30,11 @@ def is_huggingface(folder: Path) -> bool:
     return there and (folder / "config.json").is_file()
 
 
+def is_canonical(folder: Path) -> bool:
+    """Whether such a folder is served as it is: the model has the names and the layout that we serve."""
+    return is_huggingface(folder) and read_json(folder / "config.json").get("model_type") != INTERNLM2
+
+
 def open_huggingface(folder: Path) -> Source:
     """Read config.json and the header of every shard. Raises ConvertError for damage of any kind."""
     config = read_json(folder / "config.json")
@@ -35,6 +42,8 @@ def open_huggingface(folder: Path) -> Source:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ConvertError("no model_type", folder / "config.json")
+    if model_type == INTERNLM2:
+        return internlm2_source(folder, config, table, lambda: tokenizer_texts(folder))
     return Source(
         path=folder, format="huggingface", architecture=model_type, pairing="split_half",
         config=with_defaults(folder / "config.json", config), names={name: name for name in table}, table=table,

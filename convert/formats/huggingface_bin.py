@@ -12,6 +12,8 @@ import numpy as np
 from convert.errors import ConvertError
 from convert.formats.huggingface import read_json, tokenizer_texts
 from convert.formats.huggingface_config import with_defaults
+from convert.formats.internlm2 import MODEL_TYPE as INTERNLM2
+from convert.formats.internlm2 import internlm2_source
 from convert.formats.torch_pickle import read_torch, state_tensors
 from convert.source import Source, SourceTensor
 
@@ -25,8 +27,10 @@ def is_huggingface_bin(folder: Path) -> bool:
 
 def open_huggingface_bin(folder: Path) -> Source:
     """Raises ConvertError for damage, names that could run code, and shards that the index does not describe."""
-    config = with_defaults(folder / "config.json", read_json(folder / "config.json"))
-    table = _tensors(folder)
+    raw, table = read_json(folder / "config.json"), _tensors(folder)
+    if raw.get("model_type") == INTERNLM2:
+        return internlm2_source(folder, raw, table, lambda: tokenizer_texts(folder))
+    config = with_defaults(folder / "config.json", raw)
     dropped = {name: "RoPE table, recomputed" for name in table if name.endswith("rotary_emb.inv_freq")}
     tied, head, embedding = config["tie_word_embeddings"].value, "lm_head.weight", "model.embed_tokens.weight"
     if tied and head in table and embedding in table:

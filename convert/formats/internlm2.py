@@ -1,0 +1,70 @@
+"""InternLM2's folders: a Llama under other names, with q, k and v of a layer in one tensor by groups of heads.
+
+Knows nothing of how shards are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from convert.errors import ConvertError
+from convert.formats.fused import cut, grouped_rows
+from convert.formats.huggingface_config import with_defaults
+from convert.source import ConfigEntry, Source, SourceTensor
+
+MODEL_TYPE = "internlm2"
+GLOBAL_NAMES = {
+    "model.tok_embeddings.weight": "model.embed_tokens.weight",
+    "model.norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+LAYER_NAMES = {
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+LAYER_NAME = re.compile(r"(model\.layers\.\d+\.)([a-z_0-9.]+)\.(weight|bias)")
+FUSED = "attention.wqkv"
+
+
+def internlm2_source(
+    folder: Path, raw: Mapping[str, Any], table: dict[str, SourceTensor], tokenizer_files: Any
+) -> Source:
+    """The Llama that config and tensors are. Raises ConvertError where the groups do not fit the tensors."""
+    names: dict[str, str] = {}
+    derived: dict[str, SourceTensor] = {}
+    config = _config(folder, raw)
+    heads, kv_heads, head_dim = (
+        config[key].value for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    if heads % kv_heads:
+        raise ConvertError(f"{heads} heads do not divide by {kv_heads} key heads", folder / "config.json")
+    for name, tensor in table.items():
+        match = LAYER_NAME.fullmatch(name)
+        if name in GLOBAL_NAMES:
+            names[name] = GLOBAL_NAMES[name]
+        elif match is not None and match[2] in LAYER_NAMES:
+            names[name] = f"{match[1]}{LAYER_NAMES[match[2]]}.{match[3]}"
+        elif match is not None and match[2] == FUSED:
+            targets = (f"{match[1]}self_attn.{part}_proj.{match[3]}" for part in "qkv")
+            rows = dict(zip(targets, grouped_rows(heads, kv_heads, head_dim), strict=True))
+            derived |= cut(tensor, rows, "rows of one of q, k, v by group")
+    dropped = {name: "RoPE table, recomputed" for name in table if name.endswith("rotary_emb.inv_freq")}
+    return Source(
+        path=folder, format=MODEL_TYPE, architecture=MODEL_TYPE, pairing="split_half", config=config, names=names,
+        table=table, raw=raw, derived=derived, dropped=dropped, tokenizer_files=tokenizer_files,
+    )  # fmt: skip
+
+
+def _config(folder: Path, raw: Mapping[str, Any]) -> dict[str, ConfigEntry]:
+    """Llama's keys. Its code, bias and dtype of the cache stay behind."""
+    kept = {key: value for key, value in raw.items() if key not in ("auto_map", "bias", "attn_implementation")}
+    said = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": bool(raw.get("bias"))}
+    config = with_defaults(folder / "config.json", kept | said)
+    return config | {key: ConfigEntry(value, "InternLM2 is a Llama") for key, value in said.items()}

@@ -1,0 +1,288 @@
+"""Formats that keep q, k and v in one tensor (InternLM2, litgpt), and llama2.c's training checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from convert.cache import ensure_canonical
+from convert.detect import open_source
+from convert.errors import ConvertError
+from convert.pipeline import convert
+from model.config import load_config
+from tests.conftest import BASE_CONFIG, KINDS, random_tensors
+from tests.convert_sources import meta_tensors
+
+RATIOS = [(4, 4), (6, 2), (8, 2), (8, 1), (9, 3)]
+
+
+def small(kind: str = "llama", **overrides: Any) -> dict[str, Any]:
+    return BASE_CONFIG | KINDS[kind] | {"intermediate_size": 64, "vocab_size": 40} | overrides
+
+
+def grouped(config: dict[str, Any], parts: list[Tensor]) -> Tensor:
+    """q, k and v as the exporters of both formats lay them out: one key head's queries, it, its value; and so on."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    apart = [part.split(config["head_dim"]) for part in parts]
+    rows: list[Tensor] = []
+    for group in range(kv_heads):
+        rows += apart[0][group * heads // kv_heads : (group + 1) * heads // kv_heads]
+        rows += [apart[1][group], apart[2][group]]
+    return torch.cat(rows)
+
+
+def assert_converts(source: Path, tensors: dict[str, Tensor], out: Path) -> dict[str, Any]:
+    report = convert(source, out)
+    assert report is not None and report["proof"]["logits"]["passed"] and report["proof"]["rotation"]["passed"]
+    got = load_file(out / "model.safetensors")
+    assert got.keys() == tensors.keys()
+    assert [name for name in tensors if not torch.equal(got[name], tensors[name])] == []
+    return report
+
+
+# ---- InternLM2 ----------------------------------------------------------------------------------------------
+
+INTERNLM2 = {
+    "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm", "lm_head": "output",
+}  # fmt: skip
+
+
+def with_attention_biases(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    more = {name.replace("weight", "bias"): tensor[:, 0].clone() for name, tensor in tensors.items() if "_attn" in name}
+    return tensors | more
+
+
+def write_internlm2(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], pickled: bool = False) -> Path:
+    state: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            continue
+        if ".q_proj." in name:
+            parts = [tensors[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
+            state[name.replace("self_attn.q_proj", "attention.wqkv")] = grouped(config, parts)
+            continue
+        for ours, theirs in INTERNLM2.items():
+            name = name.replace(ours, theirs)
+        state[name] = tensor
+    folder.mkdir()
+    said = {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"], "auto_map": {"AutoModel": "code.py"}}
+    said |= {"bias": any(name.endswith("bias") for name in state)}
+    (folder / "config.json").write_text(json.dumps(config | said))
+    if pickled:
+        torch.save(state, folder / "pytorch_model.bin")
+    else:
+        save_file(state, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), RATIOS)
+def test_internlm2_by_groups(heads: int, kv_heads: int, tmp_path: Path) -> None:
+    config = small(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    config |= {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_theta": 1e6}
+    tensors = random_tensors(config)
+    report = assert_converts(write_internlm2(tmp_path / "in", config, tensors), tensors, tmp_path / "out")
+    ours = load_config(tmp_path / "out")
+    assert (ours.model_type, ours.rope.kind, ours.rope.theta, ours.longest_context) == ("llama", "dynamic", 1e6, 1024)
+    assert "auto_map" not in report["config"]
+    rows = [row for row in report["tensors"] if row["source"] == "model.layers.1.attention.wqkv.weight"]
+    assert [row["transform"] for row in rows] == ["rows of one of q, k, v by group"] * 3
+
+
+@pytest.mark.parametrize("pickled", [True, False])
+def test_internlm2_with_biases_is_converted_before_it_is_served(pickled: bool, tmp_path: Path) -> None:
+    tensors = with_attention_biases(random_tensors(small()))
+    folder = write_internlm2(tmp_path / "in", small(), tensors, pickled)
+    out = ensure_canonical(folder, tmp_path / "cache")
+    got = load_file(out / "model.safetensors")
+    assert [name for name in tensors if not torch.equal(got[name], tensors[name])] == []
+    assert load_config(out).o_bias
+
+
+def test_internlm2_of_other_heads_is_refused(tmp_path: Path) -> None:
+    folder = write_internlm2(tmp_path / "in", small(), random_tensors(small()))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 3}))
+    with pytest.raises(ConvertError, match=r"wqkv\.weight' has 80 rows, the config needs 96"):
+        convert(folder, tmp_path / "out")
+
+
+# ---- litgpt -------------------------------------------------------------------------------------------------
+
+LITGPT = {
+    "model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f", "model.layers": "transformer.h",
+    "input_layernorm": "norm_1", "post_attention_layernorm": "norm_2", "self_attn.o_proj": "attn.proj",
+    "self_attn.q_norm": "attn.norm_q", "self_attn.k_norm": "attn.norm_k", "mlp.gate_proj": "mlp.fc_1",
+    "mlp.up_proj": "mlp.fc_2", "mlp.down_proj": "mlp.proj",
+}  # fmt: skip
+
+
+def write_litgpt(
+    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], old: bool = False, **params: Any
+) -> Path:
+    """tensors: with separate projections. old: before q, k and v were stacked."""
+    state: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            continue
+        if ".q_proj." in name:
+            parts = [tensors[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
+            name, tensor = name.replace("self_attn.q_proj", "attn.attn" if old else "attn.qkv"), torch.cat(parts)
+            tensor = grouped(config, parts) if old else tensor
+        for ours, theirs in LITGPT.items():
+            name = name.replace(ours, theirs)
+        state[name] = tensor
+    state.setdefault("lm_head.weight", state["transformer.wte.weight"])
+    said = {
+        "name": "tiny", "hf_config": {"org": "o", "name": "tiny"}, "block_size": config["max_position_embeddings"],
+        "n_layer": 2, "n_embd": config["hidden_size"], "n_head": config["num_attention_heads"],
+        "n_query_groups": config["num_key_value_heads"], "head_size": config["head_dim"], "bias": False,
+        "intermediate_size": config["intermediate_size"], "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP",
+        "norm_eps": 1e-5, "parallel_residual": False, "rotary_percentage": 1.0, "vocab_size": 38,
+        "padded_vocab_size": 40, "rope_base": 10000,
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "model_config.yaml").write_text(yaml.safe_dump(said | params))
+    torch.save({"model": state} if old else state, folder / "lit_model.pth")
+    return folder
+
+
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"rope_condense_ratio": 2}),
+    ("mistral", {"sliding_window_size": 16}),
+    ("qwen2", {"attn_bias": True, "rope_base": 1000000}),
+    ("qwen3", {"norm_qk": True}),
+]
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize(("kind", "params"), FAMILIES)
+def test_litgpt_families_in_both_layouts(kind: str, params: dict[str, Any], old: bool, tmp_path: Path) -> None:
+    config = small(kind)
+    tensors = random_tensors(config)
+    assert_converts(write_litgpt(tmp_path / "lit", config, tensors, old, **params), tensors, tmp_path / "out")
+    ours = load_config(tmp_path / "out")
+    assert ours.model_type == kind
+    assert ours.windows == (params.get("sliding_window_size"),) * 2
+    assert (ours.rope.kind, ours.rope.factor) == (("linear", 2.0) if kind == "llama" else ("default", 1.0))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), RATIOS)
+def test_litgpt_by_groups(heads: int, kv_heads: int, tmp_path: Path) -> None:
+    config = small(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    tensors = random_tensors(config)
+    assert_converts(write_litgpt(tmp_path / "lit", config, tensors, old=True), tensors, tmp_path / "out")
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_litgpt_phi_with_partial_rotary_is_stacked_again(old: bool, tmp_path: Path) -> None:
+    tensors = random_tensors(small())
+    folder = write_litgpt(tmp_path / "lit", small(), tensors, old, rotary_percentage=0.75, sliding_window_size=16)
+    want = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            parts = [tensors[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
+            want[name.replace(".q_proj.", ".qkv_proj.")] = torch.cat(parts)
+        elif ".gate_proj." in name:
+            parts = [tensor, tensors[name.replace(".gate_", ".up_")]]
+            want[name.replace(".gate_", ".gate_up_")] = torch.cat(parts)
+        elif not any(f".{part}_proj." in name for part in ("k", "v", "up")):
+            want[name] = tensor
+    assert_converts(folder, want, tmp_path / "out")
+    ours = load_config(tmp_path / "out")
+    assert (ours.model_type, ours.rotary_dim, ours.windows) == ("phi3", 6, (16, 16))
+
+
+def test_litgpt_llama3_scaling_and_an_equal_head(tmp_path: Path) -> None:
+    config = small(tie_word_embeddings=True, head_dim=16)
+    tensors = random_tensors(config)
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 128}
+    folder = write_litgpt(tmp_path / "lit", config, tensors, rope_adjustments=scaling, rope_base=500000)
+    report = assert_converts(folder, tensors, tmp_path / "out")
+    assert report["not_used"] == [{"source": "lm_head.weight", "reason": "equals transformer.wte.weight"}]
+    rope = load_config(tmp_path / "out").rope
+    assert (rope.kind, rope.theta, rope.original_max_position_embeddings) == ("llama3", 5e5, 128)
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"parallel_residual": True}, "parallel_residual is True: only models with False are served"),
+        ({"mlp_class_name": "GptNeoxMLP"}, "mlp_class_name is 'GptNeoxMLP'"),
+        ({"norm_class_name": "LayerNorm"}, "norm_class_name is 'LayerNorm'"),
+        ({"n_expert": 8}, "n_expert is 8"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"secret": 1}, "key 'secret' = 1 is not understood"),
+        ({"n_head": "six"}, "n_head is 'six', expected a positive whole number"),
+        ({"norm_qk": True, "attn_bias": True}, "features of qwen3 and of qwen2 together"),
+        ({"sliding_window_size": 8, "sliding_window_indices": [1, 0]}, "in some of the layers only"),
+        ({"rope_adjustments": {"factor": 2.0}}, "rope_adjustments is"),
+        ({"n_query_groups": 3}, "has 80 rows, the config needs 96"),
+    ],
+)
+def test_litgpt_settings_that_are_not_served_are_refused(params: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    folder = write_litgpt(tmp_path / "lit", small(), random_tensors(small()), **params)
+    with pytest.raises(ConvertError, match=reason):
+        convert(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "!!python/object/apply:os.system ['true']", "\x00"])
+def test_a_yaml_that_is_not_one_is_refused(text: str, tmp_path: Path) -> None:
+    folder = write_litgpt(tmp_path / "lit", small(), random_tensors(small()))
+    (folder / "model_config.yaml").write_text(text)
+    with pytest.raises(ConvertError, match=r"not YAML|not a YAML mapping"):
+        open_source(folder)
+
+
+# ---- what is refused by name, and llama2.c's archives ---------------------------------------------------------
+
+
+def test_gpt_neox_is_refused_by_name(tmp_path: Path) -> None:
+    """Its fused layout could be taken apart, but its parallel layers and LayerNorm cannot be served."""
+    config = small() | {"model_type": "gpt_neox"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"gpt_neox.layers.0.attention.query_key_value.weight": torch.ones(3, 1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConvertError, match="model_type 'gpt_neox' is not supported; known: llama"):
+        convert(tmp_path, tmp_path / "out")
+
+
+def write_llama2c_torch(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], prefix: str = "") -> Path:
+    args = {
+        "dim": config["hidden_size"], "n_layers": config["num_hidden_layers"], "dropout": 0.0, "multiple_of": 32,
+        "n_heads": config["num_attention_heads"], "n_kv_heads": config["num_key_value_heads"],
+        "vocab_size": config["vocab_size"], "max_seq_len": config["max_position_embeddings"],
+    }  # fmt: skip
+    model = {prefix + name: tensor for name, tensor in meta_tensors(config, tensors).items()}
+    model.setdefault(f"{prefix}output.weight", model[f"{prefix}tok_embeddings.weight"])
+    state = {"model": model, "model_args": args, "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}}}
+    torch.save(state | {"iter_num": 7, "best_val_loss": torch.tensor(1.5), "config": {"device": "cpu"}}, path)
+    return path
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_llama2c_training_checkpoint(prefix: str, tmp_path: Path) -> None:
+    config = small(tie_word_embeddings=True)
+    tensors = random_tensors(config)
+    path = write_llama2c_torch(tmp_path / "ckpt.pt", config, tensors, prefix)
+    report = assert_converts(path, tensors, tmp_path / "out")
+    assert report["not_used"] == [{"source": "output.weight", "reason": "equals tok_embeddings.weight"}]
+    assert report["metadata_not_used"]["optimizer"] == "state of the training"
+    assert load_config(tmp_path / "out").max_position_embeddings == 512
+
+
+def test_other_archives_say_what_they_lack(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.ones(1)}, tmp_path / "a.pt")
+    with pytest.raises(ConvertError, match=r"a torch archive of a\.weight, not of model and model_args"):
+        open_source(tmp_path / "a.pt")
+    (tmp_path / "b.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-30])
+    with pytest.raises(ConvertError, match="not a sound zip archive"):
+        open_source(tmp_path / "b.pt")
