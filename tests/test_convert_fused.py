@@ -30,7 +30,7 @@ def small(kind: str = "llama", **overrides: Any) -> dict[str, Any]:
 def grouped(config: dict[str, Any], parts: list[Tensor]) -> Tensor:
     """q, k and v as the exporters of both formats lay them out: one key head's queries, it, its value; and so on."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    apart = [part.split(config["head_dim"]) for part in parts]
+    apart = [torch.split(part, config["head_dim"]) for part in parts]
     rows: list[Tensor] = []
     for group in range(kv_heads):
         rows += apart[0][group * heads // kv_heads : (group + 1) * heads // kv_heads]
@@ -74,8 +74,12 @@ def write_internlm2(folder: Path, config: dict[str, Any], tensors: dict[str, Ten
             name = name.replace(ours, theirs)
         state[name] = tensor
     folder.mkdir()
-    said = {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"], "auto_map": {"AutoModel": "code.py"}}
-    said |= {"bias": any(name.endswith("bias") for name in state)}
+    said: dict[str, Any] = {
+        "model_type": "internlm2",
+        "architectures": ["InternLM2ForCausalLM"],
+        "auto_map": {"AutoModel": "code.py"},
+    }
+    said["bias"] = any(name.endswith("bias") for name in state)
     (folder / "config.json").write_text(json.dumps(config | said))
     if pickled:
         torch.save(state, folder / "pytorch_model.bin")
