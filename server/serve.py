@@ -200,10 +200,19 @@ def start_lines(service: Service, info: EngineInfo, url: str) -> list[str]:
         f"weights {mib(info.weights_bytes)}; engine process {mib(info.rss_bytes)}",
         f"ropeway: {name} on {info.device} ({info.backend}, {info.dtype}, KV {info.kv_dtype}, {info.threads} threads); "
         f"context {info.max_model_len} tokens, {capacity} tokens in the pool;{defaults} ready at {url}",
+        *graph_lines(info),
         *(f"ropeway: warning: {warning}" for warning in info.warnings),
         f"ropeway: batch invariance {invariance}",
         f"curl -N {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'",
     ]
+
+
+def graph_lines(info: EngineInfo) -> list[str]:
+    """What recording the decode steps of a GPU took."""
+    if not info.graphs:
+        return []
+    taken = f"{info.graph_seconds:.1f} s, {mib(info.graph_bytes)}"
+    return [f"ropeway: decode steps of {info.graphs} batch sizes recorded as graphs: {taken}"]
 
 
 def mib(count: int) -> str:

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from tests.conftest import LiveServer
 
 
-def launch(model: Path, log: Path, *args: str) -> LiveServer:
+def launch(model: Path, log: Path, *args: str, module: str = "tests.scripted_server") -> LiveServer:
     """For tests. The server's own process must not load their fixtures, hence the late import."""
     from tests.conftest import REPOSITORY, LiveServer, free_port
 
     port = free_port()
-    command = [sys.executable, "-m", "tests.scripted_server", str(model), "--port", str(port), *args]
+    command = [sys.executable, "-m", module, str(model), "--port", str(port), *args]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY)
     return LiveServer(process, f"http://127.0.0.1:{port}", log)

@@ -16,8 +16,11 @@ from model.ops.interface import Ops
 from model.ops.reference import ReferenceOps
 
 
-def ops_for(device: torch.device | str) -> Ops:
-    """The operations for a device; the reference ones run wherever torch does."""
+def ops_for(device: torch.device | str, batch_invariant: bool = False) -> Ops:
+    """The operations for a device; the reference ones run wherever torch does, but keep no promise on a GPU.
+
+    batch_invariant: a row's result must not depend on the others (always so on a CPU).
+    """
     return _cpu()[0] if torch.device(device).type == "cpu" else ReferenceOps()
 
 

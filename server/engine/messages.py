@@ -248,6 +248,9 @@ class EngineInfo:
     mixed_chunk: int | None = None
     capacity_tokens: int = 0
     token_bytes: int = 0
+    graphs: int = 0
+    graph_seconds: float = 0.0
+    graph_bytes: int = 0
 
     def stats_at_start(self) -> EngineStats:
         """What holds until the first step: every page is free."""

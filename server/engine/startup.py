@@ -21,29 +21,37 @@ from model.kv_cost import (
     DTYPE_ALIASES,
     DTYPE_BYTES,
     SCALE_BYTES,
-    SCRATCH_PAGES,
     KVLayout,
     capacity_tokens,
     layout_for,
-    pages_for_sequences,
-    pages_in_budget,
 )
-from model.memory import available_bytes, default_pool_bytes, resident_bytes, rss_bytes
+from model.memory import available_bytes, resident_bytes, rss_bytes
 from model.ops.interface import Ops
 from model.ops.select import ops_for, why
 from model.weights import load_decoder
+from server.engine.accelerator import Accelerator, run_filler, taken_by
 from server.engine.core import Engine
+from server.engine.cuda import cuda_accelerator
+from server.engine.decode_graphs import DecodeGraphs, graph_sizes
 from server.engine.grammar import Grammars
 from server.engine.last_tokens import LastTokens
 from server.engine.messages import EngineConfig, EngineInfo, Progress
 from server.engine.page_tables import PageTables
+from server.engine.pool_size import (
+    DEVICE_RESERVE,
+    Room,
+    graphs_reserve,
+    num_pages,
+    widest_logits,
+    widest_prompts,
+    within_pool,
+    workspace_bytes,
+)
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.stream import HostStream
-from server.engine.warm_up import warm_up
+from server.engine.warm_up import try_every_path, warm_up
 
-SAMPLING_ARRAYS = 6
-"""fp32 arrays as large as the logits that sampling holds at its worst: copy, log-softmax, sorted values, ids twice."""
 Report = Callable[[Progress], None]
 
 
@@ -76,10 +84,10 @@ class Machine:
     workspace: int
     kv: KVCache
     warnings: tuple[str, ...]
-
-    @property
-    def overlaps(self) -> bool:
-        return self.device.type != "cpu"
+    accelerator: Accelerator | None = None
+    graphs: DecodeGraphs | None = None
+    graph_seconds: float = 0.0
+    graph_bytes: int = 0
 
     def engine(self, info: EngineInfo) -> Engine:
         """An engine with empty books on this machine."""
@@ -87,11 +95,37 @@ class Machine:
         tables = PageTables(
             self.kv.layout, self.kv.num_pages, limits.max_num_batched_tokens, config.prefix_caching, time.monotonic_ns()
         )
-        last = LastTokens(limits.max_num_seqs, self.model.vocab_size, self.device) if self.overlaps else None
-        runner = ModelRunner(self.decoder, self.kv, self.ops, self.model.vocab_size, HostStream(), last)
         grammars = Grammars(Path(config.model), self.model.vocab_size)
-        scheduler = Scheduler(limits, tables)
-        return Engine(scheduler, runner, info, kv_resident=lambda: kv_resident_bytes(self.kv), grammars=grammars)
+        return Engine(
+            Scheduler(limits, tables),
+            self._runner(),
+            info,
+            kv_resident=lambda: kv_resident_bytes(self.kv),
+            grammars=grammars,
+        )
+
+    def _runner(self) -> ModelRunner:
+        """Where there is an accelerator, steps overlap."""
+        fixed = self.decoder, self.kv, self.ops, self.model.vocab_size
+        if self.accelerator is None:
+            return ModelRunner(*fixed, HostStream())
+        last = self._last_tokens() if self.graphs is None else self.graphs.last
+        return ModelRunner(*fixed, self.accelerator.stream, last, self.graphs)
+
+    def _last_tokens(self) -> LastTokens:
+        return LastTokens(self.limits.max_num_seqs, self.model.vocab_size, self.device)
+
+    def recorded(self) -> Machine:
+        """With its decode steps recorded, where that can be done."""
+        if self.accelerator is None or self.accelerator.capture is None:
+            return self
+        free, started = self.accelerator.meter.free(), time.monotonic()
+        limits, stream = self.limits, self.accelerator.stream
+        sizes = graph_sizes(limits.max_num_seqs)
+        graphs = DecodeGraphs(self.decoder, self.kv, stream, self._last_tokens(), sizes, limits.max_model_len)
+        graphs.record(self.accelerator.capture)
+        taken = free - self.accelerator.meter.free()
+        return replace(self, graphs=graphs, graph_seconds=time.monotonic() - started, graph_bytes=taken)
 
     def info(self, phases: Phases) -> EngineInfo:
         layout, limits = self.kv.layout, self.limits
@@ -122,21 +156,33 @@ class Machine:
             warnings=self.warnings,
             capacity_tokens=capacity_tokens(layout, self.kv.num_pages),
             token_bytes=layout.token_bytes,
+            graphs=0 if self.graphs is None else len(self.graphs),
+            graph_seconds=self.graph_seconds,
+            graph_bytes=self.graph_bytes,
         )
 
 
-def build_engine(config: EngineConfig, report: Report = lambda progress: None) -> Engine:
-    """Load a canonical folder and return a warm engine.
+def build_engine(
+    config: EngineConfig, report: Report = lambda progress: None, accelerator: Accelerator | None = None
+) -> Engine:
+    """Load a canonical folder and return a warm engine. accelerator takes the place of the device's own.
 
     Raises ConfigError or WeightsError for a folder that cannot be served, MemoryError where memory does not suffice.
     """
     phases = Phases(report)
-    machine = _assemble(config, phases)
+    machine = _assemble(config, phases, accelerator)
     with phases.phase("warm_up"):
-        chunk = warm_up(machine.engine(machine.info(phases)))
-    if not machine.overlaps:  # the times of an overlapped step say little about it
-        machine = replace(machine, limits=replace(machine.limits, mixed_chunk=chunk))
+        machine = _warm(machine, phases)
     return machine.engine(machine.info(phases))
+
+
+def _warm(machine: Machine, phases: Phases) -> Machine:
+    if machine.accelerator is None:
+        chunk = warm_up(machine.engine(machine.info(phases)))
+        return replace(machine, limits=replace(machine.limits, mixed_chunk=chunk))
+    machine = machine.recorded()
+    try_every_path(machine.engine(machine.info(phases)))
+    return machine
 
 
 def _refuse_unserved(config: EngineConfig) -> None:
@@ -151,10 +197,12 @@ def _refuse_unserved(config: EngineConfig) -> None:
         raise ConfigError(f"--quantization {config.quantization}: weights are served unquantised so far; leave it out")
 
 
-def _assemble(config: EngineConfig, phases: Phases) -> Machine:
+def _assemble(config: EngineConfig, phases: Phases, accelerator: Accelerator | None) -> Machine:
     _refuse_unserved(config)
     device = torch.device(_best_device() if config.device == "auto" else config.device)
-    folder, ops = Path(config.model), ops_for(device)
+    folder, ops = Path(config.model), _operations(config, device)
+    if device.type == "cuda" and accelerator is None:
+        accelerator = cuda_accelerator(device, can_record=ops.name != "reference")
     model = load_config(folder)
     dtype = _dtype(config, model, ops, device)
     limits = _limits(config, model)
@@ -167,13 +215,36 @@ def _assemble(config: EngineConfig, phases: Phases) -> Machine:
         decoder = load_decoder(
             folder, model, ops, device, getattr(torch, dtype), config.quantization, progress, limits.max_model_len
         )
-    workspace = workspace_bytes(model, limits)
-    num_pages = _num_pages(config, layout, limits, device, _free_bytes(device) - workspace)
-    with phases.phase("allocate", f"{layout.pool_bytes(num_pages)} bytes of KV cache"):
-        kv = KVCache(layout, num_pages, device)
-    assert kv.nbytes == layout.pool_bytes(num_pages), (kv.nbytes, layout.pool_bytes(num_pages))
-    limits, warnings = _within_pool(limits, layout, num_pages)
-    return Machine(config, model, decoder, ops, device, dtype, limits, workspace, kv, decoder.warnings + warnings)
+    room = _room(decoder, layout, limits, accelerator)
+    counts = num_pages(config.kv_cache_memory, layout, limits, room)
+    with phases.phase("allocate", f"{layout.pool_bytes(counts)} bytes of KV cache"):
+        kv = KVCache(layout, counts, device)
+    assert kv.nbytes == layout.pool_bytes(counts), (kv.nbytes, layout.pool_bytes(counts))
+    limits, warnings = within_pool(limits, layout, counts)
+    warnings = decoder.warnings + warnings
+    return Machine(config, model, decoder, ops, device, dtype, limits, room.step, kv, warnings, accelerator)
+
+
+def _operations(config: EngineConfig, device: torch.device) -> Ops:
+    ops = ops_for(device, config.batch_invariant)
+    if config.batch_invariant and device.type != "cpu" and ops.name == "reference":
+        raise ConfigError("--batch-invariant: torch's own operations are not, on a GPU; install triton (ropeway[gpu])")
+    return ops
+
+
+def _room(decoder: Decoder, layout: KVLayout, limits: Limits, accelerator: Accelerator | None) -> Room:
+    """What is free, and the widest step: by arithmetic on a CPU, measured on an accelerator."""
+    if accelerator is None:
+        return Room(available_bytes(), workspace_bytes(decoder.config, limits))
+    meter, device = accelerator.meter, accelerator.stream.device
+    rows, rest = graph_sizes(limits.max_num_seqs)[-1], DEVICE_RESERVE
+    widest = widest_prompts(limits)
+    step = taken_by(meter, lambda: run_filler(decoder, layout, widest, widest_logits(limits), device))
+    if accelerator.capture is not None:
+        decode = taken_by(meter, lambda: run_filler(decoder, layout, [1] * rows, rows, device))
+        rest += graphs_reserve(decode, 4 * rows * decoder.config.vocab_size, len(graph_sizes(limits.max_num_seqs)))
+    meter.trim()
+    return Room(meter.free(), step, rest, is_shared=False)
 
 
 def _best_device() -> str:
@@ -216,54 +287,6 @@ def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
             f"of max_num_seqs = {config.max_num_seqs} sequences"
         )
     return Limits(wanted, config.max_num_seqs, config.max_num_batched_tokens)
-
-
-def workspace_bytes(model: ModelConfig, limits: Limits) -> int:
-    """Memory of the widest step: fp32 logits of every row that may want them, and the widest layer's activations."""
-    rows = limits.max_num_seqs + limits.prompt_logits
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    activations = 3 * model.intermediate_size + 2 * heads + 6 * model.hidden_size
-    return 4 * (rows * model.vocab_size * SAMPLING_ARRAYS + limits.max_num_batched_tokens * activations)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_bytes()
-
-
-def _num_pages(
-    config: EngineConfig, layout: KVLayout, limits: Limits, device: torch.device, available: int
-) -> tuple[int, ...]:
-    """Pages of each group: as asked for, else by the device's rule. `available` leaves out the widest step."""
-    chunk = limits.max_num_batched_tokens
-    full = layout.pool_bytes(pages_for_sequences(layout, limits.max_num_seqs, limits.max_model_len, chunk))
-    by_rule = min(available, full) if device.type == "cuda" else default_pool_bytes(available, full)
-    budget = by_rule if config.kv_cache_memory is None else config.kv_cache_memory
-    if budget > available:
-        raise MemoryError(
-            f"a KV cache of {budget} bytes does not fit: {max(0, available)} bytes are available beside the weights "
-            f"and the widest step (--kv-cache-memory)"
-        )
-    counts = pages_in_budget(layout, budget, limits.max_model_len, chunk)
-    if min(counts) <= SCRATCH_PAGES:
-        least = layout.pool_bytes((1 + SCRATCH_PAGES,) * len(counts))
-        raise MemoryError(
-            f"a KV cache of {budget} bytes leaves no page to give out: one page and scratch take {least} bytes "
-            f"(raise --kv-cache-memory or lower --page-size)"
-        )
-    return counts
-
-
-def _within_pool(limits: Limits, layout: KVLayout, num_pages: tuple[int, ...]) -> tuple[Limits, tuple[str, ...]]:
-    """Lower max_model_len to what the pool holds."""
-    capacity = PageTables(layout, num_pages, limits.max_num_batched_tokens).capacity()
-    if capacity >= limits.max_model_len:
-        return limits, ()
-    if capacity < 2:
-        raise MemoryError("the KV cache holds less than two tokens: give it more (--kv-cache-memory)")
-    warning = f"max_model_len is lowered from {limits.max_model_len} to {capacity} tokens: the KV cache holds no more"
-    return replace(limits, max_model_len=capacity), (warning,)
 
 
 def kv_resident_bytes(kv: KVCache) -> int:

@@ -92,17 +92,6 @@ class StagedStream:
         return Reached()
 
 
-class CudaStream(StagedStream):
-    """The current stream of a GPU."""
-
-    pinned = True
-
-    def mark(self) -> Mark:
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-
 def places(tensors: Sequence[Tensor]) -> list[int]:
     """The first byte of each tensor in one buffer, and at the end how many bytes all of them take."""
     return list(accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors), initial=0))

@@ -1,4 +1,5 @@
-"""The first steps of a new engine: every path runs once, and the time of a decode is held against that of a prompt.
+"""The first steps of a new engine: every path runs once, so that no kernel is compiled for a client's request; and on a
+CPU the time of a decode is held against that of a prompt.
 
 Knows the engine as its clients do and nothing of its inside; the caller throws it away afterwards.
 """
@@ -50,3 +51,41 @@ def mixed_chunk(length: int, prompt_seconds: float, decode_seconds: float) -> in
         return 1 << 30
     affordable = int((STALL - 1) * decode_seconds / per_token)
     return max(LEAST_CHUNK, affordable // STEP_OF_CHUNK * STEP_OF_CHUNK)
+
+
+PROMPT_LENGTHS = (1, 15, 16, 17, 64)
+"""A compiler tells apart lengths of one, multiples of sixteen, and others."""
+EVERY_SAMPLING = (
+    SamplingParams(DECODES, temperature=0),
+    SamplingParams(DECODES, temperature=1, seed=1),
+    SamplingParams(DECODES, temperature=1, top_k=5, top_p=0.9, min_p=0.01),
+    SamplingParams(DECODES, temperature=1, logprobs=0, n=2),
+    SamplingParams(DECODES, temperature=0, logprobs=5, prompt_logprobs=5),
+    SamplingParams(DECODES, temperature=1, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1),
+    SamplingParams(DECODES, temperature=0, logit_bias=((0, 1.0),), allowed_token_ids=(0, 1), bad_words=((1,),)),
+)
+
+
+def try_every_path(engine: Engine) -> None:
+    """Prompts of every kind of length, the widest step and every kind of sampling; then all of these together."""
+    longest = max(1, engine.info.max_model_len - DECODES)
+    lengths = sorted({min(length, longest) for length in (*PROMPT_LENGTHS, engine.info.max_num_batched_tokens)})
+    tried = [(length, EVERY_SAMPLING[0]) for length in lengths]
+    tried += [(min(longest, PROMPT_TOKENS), params) for params in EVERY_SAMPLING]
+    for number, (length, params) in enumerate(tried):
+        _run(engine, [_submit(number, length, params)])
+    _run(engine, [_submit(len(tried) + i, min(longest, 3 + i), params) for i, params in enumerate(EVERY_SAMPLING)])
+
+
+def _submit(number: int, length: int, params: SamplingParams) -> Submit:
+    """No two numbers begin alike, or the prefix cache would answer."""
+    return Submit(f"warm-up {number}", Submit.pack([number] * length), params)
+
+
+def _run(engine: Engine, submits: list[Submit]) -> None:
+    """One arrives a step, so that prompts share steps with decodes."""
+    for submit in submits:
+        engine.add(submit)
+        engine.step()
+    while engine.has_work:
+        engine.step()

@@ -1,0 +1,58 @@
+"""The bundle of one NVIDIA GPU: its current stream, its free memory, its graphs.
+
+The only module of the engine that calls torch.cuda; knows no batches.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from server.engine.accelerator import Accelerator
+from server.engine.decode_graphs import Work
+from server.engine.stream import Mark, StagedStream
+
+
+def cuda_accelerator(device: torch.device, can_record: bool) -> Accelerator:
+    """can_record: nothing that the operations do waits for the host."""
+    return Accelerator(CudaStream(device), CudaMeter(device), CudaCapture() if can_record else None)
+
+
+class CudaStream(StagedStream):
+    """The current stream; copies from pinned memory pass the host by."""
+
+    pinned = True
+
+    def mark(self) -> Mark:
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+class CudaMeter:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def trim(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+class CudaCapture:
+    """CUDA graphs over one pool of memory: no two of them run at a time, and what they leave is copied out."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Work) -> Work:
+        """Run once, so that kernels are compiled and libraries have their handles; then record."""
+        work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay

@@ -1,0 +1,96 @@
+"""How many pages the KV cache gets: as asked for, else by the device's rule, beside the memory of the widest step.
+
+Bytes and counts only; allocates nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from model.config import ModelConfig
+from model.kv_cost import SCRATCH_PAGES, KVLayout, pages_for_sequences, pages_in_budget
+from model.memory import default_pool_bytes
+from server.engine.page_tables import PageTables
+from server.engine.scheduler import Limits
+
+SAMPLING_ARRAYS = 6
+"""fp32 arrays as large as the logits that sampling holds at its worst: copy, log-softmax, sorted values, ids twice."""
+MIB = 1 << 20
+DEVICE_RESERVE = 256 * MIB
+"""Of a device's memory, for what no measurement sees: fragments, libraries that load late."""
+GRAPH_BYTES = 8 * MIB
+"""What a driver may keep for the recordings of one batch size, beside the memory that they share."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes for a cache. step: what the widest step takes. rest: for whatever else the device needs.
+
+    is_shared: the memory serves other programs too (a CPU's), so the default takes a share of it.
+    """
+
+    free: int
+    step: int
+    rest: int = 0
+    is_shared: bool = True
+
+    @property
+    def available(self) -> int:
+        return self.free - self.step - self.rest
+
+
+def workspace_bytes(model: ModelConfig, limits: Limits) -> int:
+    """Memory of the widest step: fp32 logits of every row that may want them, and the widest layer's activations."""
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    activations = 3 * model.intermediate_size + 2 * heads + 6 * model.hidden_size
+    return 4 * (
+        widest_logits(limits) * model.vocab_size * SAMPLING_ARRAYS + limits.max_num_batched_tokens * activations
+    )
+
+
+def widest_logits(limits: Limits) -> int:
+    """Rows of logits in one step, at most."""
+    return limits.max_num_seqs + limits.prompt_logits
+
+
+def widest_prompts(limits: Limits) -> list[int]:
+    """Lengths of prompts that fill a step."""
+    whole, rest = divmod(limits.max_num_batched_tokens, limits.max_model_len)
+    return [limits.max_model_len] * whole + [rest] * (rest > 0)
+
+
+def graphs_reserve(decode_step: int, logits: int, num_sizes: int) -> int:
+    """decode_step: what one step of the largest recording takes; logits: its logits, which lie outside of it."""
+    return decode_step + logits + num_sizes * GRAPH_BYTES
+
+
+def num_pages(asked: int | None, layout: KVLayout, limits: Limits, room: Room) -> tuple[int, ...]:
+    """Pages of each group. Raises MemoryError where `asked` bytes do not fit, or less than a page does."""
+    chunk = limits.max_num_batched_tokens
+    full = layout.pool_bytes(pages_for_sequences(layout, limits.max_num_seqs, limits.max_model_len, chunk))
+    by_rule = default_pool_bytes(room.available, full) if room.is_shared else min(room.available, full)
+    budget = by_rule if asked is None else asked
+    if budget > room.available:
+        raise MemoryError(
+            f"a KV cache of {budget} bytes does not fit: {max(0, room.available)} bytes are available beside the "
+            f"weights and the widest step (--kv-cache-memory)"
+        )
+    counts = pages_in_budget(layout, budget, limits.max_model_len, chunk)
+    if min(counts) <= SCRATCH_PAGES:
+        least = layout.pool_bytes((1 + SCRATCH_PAGES,) * len(counts))
+        raise MemoryError(
+            f"a KV cache of {budget} bytes leaves no page to give out: one page and scratch take {least} bytes "
+            f"(raise --kv-cache-memory or lower --page-size)"
+        )
+    return counts
+
+
+def within_pool(limits: Limits, layout: KVLayout, counts: tuple[int, ...]) -> tuple[Limits, tuple[str, ...]]:
+    """Lower max_model_len to what the pool holds, with a warning."""
+    capacity = PageTables(layout, counts, limits.max_num_batched_tokens).capacity()
+    if capacity >= limits.max_model_len:
+        return limits, ()
+    if capacity < 2:
+        raise MemoryError("the KV cache holds less than two tokens: give it more (--kv-cache-memory)")
+    warning = f"max_model_len is lowered from {limits.max_model_len} to {capacity} tokens: the KV cache holds no more"
+    return replace(limits, max_model_len=capacity), (warning,)
