@@ -30,7 +30,7 @@ def main_convert(argv: Sequence[str]) -> int:
     )
     dst_help = "the folder (or file, for gguf and llama2c) to make; it must not exist"
     parser.add_argument("dst", type=Path, metavar="DST", help=dst_help)
-    dtype_help = "auto: as stored, quantised types to float32"
+    dtype_help = "auto: as stored, quantised types to float32; a narrower type is proven by mean KL (at most 0.02 nats)"
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help=dtype_help)
     parser.add_argument("--to", choices=["hf", *EXPORTS], default="hf", help="hf (default): the folder that is served")
     shard_help = "most bytes of one file; a run that was killed goes on after its last whole one"

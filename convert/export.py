@@ -1,7 +1,8 @@
 """The way back: a checkpoint to Meta's, GGUF's or llama2.c's own files, where that loses nothing.
 
 Knows nothing of bytes on disk (each format's writer does). What has been written is opened again: every tensor must
-read back with the same values, and the logits must agree.
+read back with the same values, rotary frequencies must be the same, and logits must agree, but for the order of
+additions; where a narrower type was asked for, as closely as verify.py asks of rounded values (mean KL divergence).
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from convert.formats.gguf_model import gguf_name
 from convert.formats.gguf_write import write_gguf
 from convert.formats.llama2c_write import write_llama2c
 from convert.formats.meta_names import meta_name
-from convert.formats.meta_write import write_meta
+from convert.formats.meta_write import copy_tokenizer, write_meta
+from convert.formats.mistral_write import write_mistral
 from convert.plan import Target, make_plan, rope_heads
 from convert.readings import source_reading
+from convert.report import is_lossless
 from convert.rope_pairing import to_adjacent
 from convert.source import Source
-from convert.verify import LogitComparison, compare
+from convert.verify import LogitComparison, compare, compare_rotation
 
 EXPORTS = ("meta", "gguf", "llama2c")
 PROBE = 32
@@ -50,6 +53,8 @@ def export(
         _remove(temporary)
         try:
             write(temporary, source, renamed)
+            if to == "meta" and not copy_tokenizer(source.path, temporary):
+                notice("no tokenizer is written: Meta's files take tokenizer.model, and the source has none")
             _sync(temporary)
             comparison = _prove(source, targets, temporary)
             temporary.rename(destination)
@@ -64,7 +69,7 @@ Writer = Callable[[Path, Source, Sequence[Target]], None]
 def _writer(source: Source, to: str) -> tuple[Writer, Callable[[str], str | None], bool]:
     """Who writes it, what tensors are called there, and whether pairs are adjacent there."""
     if to == "meta":
-        return write_meta, meta_name, True
+        return write_mistral if source.values()["model_type"] == "mistral" else write_meta, meta_name, True
     if to == "llama2c":
         return write_llama2c, meta_name, True
     assert to == "gguf", to
@@ -94,7 +99,11 @@ def _prove(source: Source, targets: Sequence[Target], written: Path) -> LogitCom
         raise ConvertError(f"tensor {next(iter(back))} appeared in what was written", source.path)
     vocabulary: Any = source.values()["vocab_size"]
     ids = [int(i) for i in np.random.default_rng(0).integers(0, vocabulary, PROBE)]
-    comparison = compare(source_reading(source), source_reading(again), ids, lossless=True)
+    original, result = source_reading(source), source_reading(again)
+    rotation = compare_rotation(original, result)
+    if not rotation.passed:
+        raise ConvertError(f"export refused: rotary frequencies of source and result {rotation.line()}", source.path)
+    comparison = compare(original, result, ids, is_lossless(targets))
     if not comparison.passed:
         raise ConvertError(f"export refused: logits of source and result {comparison.line()}", source.path)
     return comparison

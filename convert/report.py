@@ -5,7 +5,7 @@ Knows nothing of how any of it was computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convert.plan import Target
@@ -36,7 +36,7 @@ def make_report(
     }  # fmt: skip
 
 
-def is_lossless(targets: list[Target]) -> bool:
+def is_lossless(targets: Sequence[Target]) -> bool:
     """True when no value was rounded (dequantising to fp32 is exact)."""
     return all(target.dtype == target.source.dtype for target in targets)
 

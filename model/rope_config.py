@@ -116,11 +116,12 @@ def _attention_factor(kind: str, keys: Json, factor: float, original: int) -> fl
         return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     mscale, all_dim = optional(keys, "mscale", float, 0.0), optional(keys, "mscale_all_dim", float, 0.0)
     if mscale and all_dim:
-        return _mscale(factor, mscale) / _mscale(factor, all_dim)
-    return _mscale(factor, 1.0)
+        return yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, all_dim)
+    return yarn_attention_factor(factor)
 
 
-def _mscale(factor: float, mscale: float) -> float:
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """What the YaRN paper multiplies cosines and sines by when it stretches the context by factor."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

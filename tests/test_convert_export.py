@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from convert.formats.gguf import read_gguf
 from convert.pipeline import convert
 from convert.tokenizer.gguf import tokenizer_files
 from convert.tokenizer.gguf_write import tokenizer_metadata
+from model.config import load_config
 from tests.conftest import BASE_CONFIG, KINDS, ModelFactory, random_tensors
 from tests.convert_sources import meta_tensors
 
@@ -108,12 +110,11 @@ def test_llama2c_file_of_stories_comes_back_byte_for_byte(shared_data: Path, tmp
 
 @pytest.mark.parametrize("name", ["hf", "meta", "mistral-native", "stories260K-f32.gguf"])
 def test_every_stories_format_gives_the_same_meta_tensors(name: str, shared_data: Path, tmp_path: Path) -> None:
-    if name == "mistral-native":
-        with pytest.raises(ConvertError, match="hold llama models, this one is mistral"):
-            export(shared_data / "stories260K" / name, tmp_path / "meta", "meta")
-        return
     export(shared_data / "stories260K" / name, tmp_path / "meta", "meta")
-    got = torch.load(tmp_path / "meta" / "consolidated.00.pth", weights_only=True)
+    if name == "mistral-native":
+        got = load_file(tmp_path / "meta" / "consolidated.safetensors")
+    else:
+        got = torch.load(tmp_path / "meta" / "consolidated.00.pth", weights_only=True)
     want = torch.load(shared_data / "stories260K" / "meta" / "consolidated.00.pth", weights_only=True)
     assert [key for key in want if key in got and not torch.equal(got[key], want[key])] == []
     assert want.keys() - got.keys() <= {"output.weight", "rope.freqs"}
@@ -165,6 +166,61 @@ def test_biases_have_no_place_in_metas_files(tmp_path: Path) -> None:
     folder = plain_folder(tmp_path / "hf", "qwen2")
     with pytest.raises(ConvertError, match=r"meta has no place for tensor model\.layers\.0\.self_attn\.q_proj\.bias"):
         export(folder, tmp_path / "there", "meta")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"sliding_window": None, "head_dim": 16},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+        {
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 4.0,
+                "attention_factor": 1.0,
+            }
+        },
+    ],
+)  # fmt: skip
+def test_mistral_goes_to_its_own_files_and_back(overrides: dict[str, Any], tied: bool, tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "hf", "mistral", tie_word_embeddings=tied, **overrides)
+    export(folder, tmp_path / "there", "meta")
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"params.json", "consolidated.safetensors"}
+    assert_home_again(folder, tmp_path / "there", tmp_path / "home")
+    want, got = load_config(folder), load_config(tmp_path / "home")
+    assert (got.rope, got.windows, got.max_position_embeddings) == (want.rope, want.windows, 512)
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}])
+def test_scalings_that_mistrals_files_cannot_say(scaling: dict[str, Any], tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "hf", "mistral", rope_scaling=scaling)
+    with pytest.raises(ConvertError, match=r"params\.json cannot hold these rotary settings"):
+        export(folder, tmp_path / "there", "meta")
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+@pytest.mark.parametrize("to", ["meta", "gguf"])
+def test_a_narrower_type_on_request_is_judged_as_rounding(to: str, dtype: str, tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "hf")
+    comparison = export(folder, tmp_path / "there", to, dtype)
+    assert comparison.passed and not comparison.lossless and 0 < comparison.kl < 0.02
+    convert(tmp_path / "there", tmp_path / "home")
+    kind = {"F16": torch.float16, "BF16": torch.bfloat16}[dtype]
+    got, want = load_file(tmp_path / "home" / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert [name for name in want if not torch.equal(got[name].to(kind), want[name].to(kind))] == []
+
+
+def test_metas_files_take_the_tokenizer_that_goes_with_them(
+    shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "with"
+    shutil.copytree(shared_data / "stories260K" / "hf", source)
+    (source / "tokenizer.model").write_bytes(b"as it is")
+    assert main_convert([str(source), str(tmp_path / "a"), "--to", "meta"]) == 0
+    assert (tmp_path / "a" / "tokenizer.model").read_bytes() == b"as it is"
+    assert "no tokenizer" not in capsys.readouterr().err
+    assert main_convert([str(plain_folder(tmp_path / "hf")), str(tmp_path / "b"), "--to", "meta"]) == 0
+    assert "no tokenizer is written" in capsys.readouterr().err
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

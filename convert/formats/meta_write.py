@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import shutil
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from convert.plan import Target
 from convert.source import Source
 
 ARCHIVE = "consolidated.00"
+TOKENIZERS = ("tokenizer.model", "tokenizer.model.v*", "tekken.json")
 DEFAULT_THETA = 10000.0
 KEPT = {
     "hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
@@ -88,10 +90,19 @@ def write_meta(folder: Path, source: Source, targets: Sequence[Target]) -> None:
         archive.writestr(f"{ARCHIVE}/version", "3\n")
 
 
+def copy_tokenizer(source: Path, folder: Path) -> bool:
+    """Copy the tokenizer of a source folder if it is in one of the formats that go with params.json."""
+    names = [name for pattern in TOKENIZERS for name in sorted(source.glob(pattern))] if source.is_dir() else []
+    for name in names:
+        shutil.copyfile(name, folder / name.name)
+    return bool(names)
+
+
 def _params(source: Source) -> dict[str, Any]:
     config: dict[str, Any] = source.values()
     if config["model_type"] != "llama":
-        raise ConvertError(f"Meta's files hold llama models, this one is {config['model_type']}", source.path)
+        known = "llama models (and mistral in Mistral's own files)"
+        raise ConvertError(f"Meta's files hold {known}, this one is {config['model_type']}", source.path)
     if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
         raise ConvertError("params.json cannot hold a head_dim that is not dim / n_heads", source.path)
     if config["rope_parameters"].get("partial_rotary_factor", 1.0) != 1.0:
