@@ -50,7 +50,7 @@ def close(actual: Tensor, expected: Tensor, rounding: torch.dtype) -> None:
 
 
 # ---- linear ----------------------------------------------------------------------------------------------------------
-SHAPES = [(1, 1), (31, 7), (33, 35), (48, 64), (50, 333), (96, 1536), (1000, 66)]  # N, K
+SHAPES = [(1, 1), (31, 7), (33, 35), (49, 1), (50, 333), (96, 1536), (1000, 66), (31, 2050)]  # N, K
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,7 +71,7 @@ def test_a_row_of_a_linear_is_bit_equal_in_any_batch(ops: CpuOps, shape: tuple[i
     x = random(250, shape[1], dtype=dtype)
     packed = ops.pack_linear(random(*shape, dtype=dtype, seed=1), None)
     whole = ops.linear(x, packed, torch.float32)
-    for rows in (*range(1, 41), 63, 64, 65, 97, 128, 200):
+    for rows in (*range(1, 40), 63, 97, 128, 200):
         assert torch.equal(ops.linear(x[:rows], packed, torch.float32), whole[:rows]), rows
     for seed in range(5):
         pick = torch.randperm(250, generator=torch.Generator().manual_seed(seed))[: 7 * seed + 1]

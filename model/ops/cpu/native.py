@@ -7,25 +7,21 @@ the reference operations, and so do quantised caches.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from model.batch import SampleBatch, Sampled
+from model.ops.cpu.packed import FloatLinear, Int8Linear, is_bf16, pointer
 from model.ops.interface import AttentionTables, LayerKV, PackedLinear
 from model.ops.reference import ReferenceOps
 
 NATIVE = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
-MAX_INT8_INPUTS = 2**31 // 127**2
-"""So many products of two 8-bit values fit in a 32-bit sum."""
 PTR, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, tuple[type[Any], ...]] = {
-    "rw_pack_linear": (PTR, INT, LONG, LONG, PTR),
     "rw_linear": (PTR, INT, PTR, INT, PTR, PTR, INT, LONG, LONG, LONG),
     "rw_linear_int8": (PTR, INT, PTR, PTR, PTR, PTR, INT, LONG, LONG, LONG),
     "rw_add_rms_norm": (PTR, PTR, PTR, INT, FLOAT, LONG, LONG, PTR, PTR),
@@ -33,41 +29,6 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "rw_rope_write": (PTR, PTR, PTR, INT, PTR, FLOAT, PTR, PTR, PTR, *(LONG,) * 5, PTR, PTR, INT, LONG, LONG),
     "rw_attention": (PTR, INT, PTR, PTR, INT, PTR, PTR, PTR, PTR, *(LONG,) * 9, FLOAT),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class NativeLinear:
-    """Weights in panels: see csrc/tile.h."""
-
-    weight: Tensor  # [panels * PANEL * K], fp32 or bf16
-    bias: Tensor | None  # [N] f32
-    out_features: int
-    in_features: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-    def shares(self, tensor: Tensor) -> bool:
-        return False  # panels are a copy
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Linear:
-    """Weights rounded to 8 bits, in panels: see csrc/linear_int8.cpp."""
-
-    weight: Tensor  # [panels, pairs of K, 2, lanes, 2] i8
-    scale: Tensor  # [N] f32
-    bias: Tensor | None  # [N] f32
-    out_features: int
-    in_features: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + self.scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-    def shares(self, tensor: Tensor) -> bool:
-        return False
 
 
 class CpuOps:
@@ -94,38 +55,15 @@ class CpuOps:
             return self._reference.pack_linear(weight, bias, quantization)
         wide_bias = None if bias is None else bias.float()
         if quantization == "int8":
-            return self._pack_int8(weight.float(), wide_bias)
-        rows, columns = weight.shape
-        weight = weight.contiguous()
-        packed = torch.empty(-(-rows // self._panel) * self._panel * columns, dtype=weight.dtype)
-        self._native.rw_pack_linear(weight.data_ptr(), _is_bf16(weight), rows, columns, packed.data_ptr())
-        return NativeLinear(packed, wide_bias, rows, columns)
-
-    def _pack_int8(self, weight: Tensor, bias: Tensor | None) -> Int8Linear:
-        """Symmetric, one scale per output row: the largest weight of a row becomes 127."""
-        rows, columns = weight.shape
-        assert columns <= MAX_INT8_INPUTS, columns
-        scale = weight.abs().amax(1) / 127
-        rounded = (weight / scale.clamp(min=1e-30).unsqueeze(1)).round_().to(torch.int8)
-        padded = F.pad(rounded, (0, columns % 2, 0, -rows % self._panel))
-        panels = padded.view(-1, 2, self._panel // 2, padded.shape[1] // 2, 2).permute(0, 3, 1, 2, 4).contiguous()
-        return Int8Linear(panels, scale, bias, rows, columns)
+            return Int8Linear.pack(weight.float(), wide_bias, self._panel)
+        return FloatLinear.pack(weight, wide_bias, self._panel)
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        if not isinstance(packed, (NativeLinear, Int8Linear)):
+        if not isinstance(packed, (FloatLinear, Int8Linear)):
             return self._reference.linear(x, packed, out_dtype)
         assert x.shape[1] == packed.in_features and x.dtype in NATIVE, (x.shape, x.dtype, packed)
         out = torch.empty((x.shape[0], packed.out_features), dtype=out_dtype or x.dtype)
-        sizes = (x.shape[0], packed.out_features, packed.in_features)
-        weight, bias = packed.weight.data_ptr(), _pointer(packed.bias)
-        if isinstance(packed, Int8Linear):
-            self._native.rw_linear_int8(
-                x.data_ptr(), _is_bf16(x), weight, packed.scale.data_ptr(), bias, out.data_ptr(), _is_bf16(out), *sizes
-            )
-        else:
-            self._native.rw_linear(
-                x.data_ptr(), _is_bf16(x), weight, _is_bf16(packed.weight), bias, out.data_ptr(), _is_bf16(out), *sizes
-            )
+        packed.multiply(self._native, x, out)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -135,7 +73,7 @@ class CpuOps:
         out = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
         self._native.rw_add_rms_norm(
-            x.data_ptr(), _pointer(residual), weight.data_ptr(), _is_bf16(x), eps, x.shape[0], x.shape[1],
+            x.data_ptr(), pointer(residual), weight.data_ptr(), is_bf16(x), eps, x.shape[0], x.shape[1],
             out.data_ptr(), total.data_ptr(),
         )  # fmt: skip
         return out, total
@@ -157,9 +95,9 @@ class CpuOps:
         tokens, heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * kv_heads
         q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype)
         self._native.rw_rope_write(
-            qkv.data_ptr(), _pointer(q_norm), _pointer(k_norm), _is_bf16(qkv), q.data_ptr(), norm_eps,
+            qkv.data_ptr(), pointer(q_norm), pointer(k_norm), is_bf16(qkv), q.data_ptr(), norm_eps,
             cos_sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), tokens, heads, kv_heads, head_dim,
-            cos_sin.shape[1], kv.k.data_ptr(), kv.v.data_ptr(), _is_bf16(kv.k), page_size, _page_stride(kv),
+            cos_sin.shape[1], kv.k.data_ptr(), kv.v.data_ptr(), is_bf16(kv.k), page_size, _page_stride(kv),
         )  # fmt: skip
         return q
 
@@ -170,7 +108,7 @@ class CpuOps:
         sequences = tables.page_table.shape[0]
         out = torch.empty((tokens, heads * head_dim), dtype=q.dtype)
         self._native.rw_attention(
-            q.data_ptr(), _is_bf16(q), kv.k.data_ptr(), kv.v.data_ptr(), _is_bf16(kv.k), out.data_ptr(),
+            q.data_ptr(), is_bf16(q), kv.k.data_ptr(), kv.v.data_ptr(), is_bf16(kv.k), out.data_ptr(),
             tables.page_table.data_ptr(), tables.kv_lens.data_ptr(), tables.q_starts.data_ptr(),
             tokens, tables.page_table.stride(0), sequences, heads, kv.k.shape[1], head_dim,
             kv.page_size, _page_stride(kv), window or 0, scale,
@@ -182,7 +120,7 @@ class CpuOps:
             return self._reference.silu_mul(gate_up)
         rows, columns = gate_up.shape
         out = torch.empty((rows, columns // 2), dtype=gate_up.dtype)
-        self._native.rw_silu_mul(gate_up.data_ptr(), _is_bf16(gate_up), rows, columns // 2, out.data_ptr())
+        self._native.rw_silu_mul(gate_up.data_ptr(), is_bf16(gate_up), rows, columns // 2, out.data_ptr())
         return out
 
     def copy_pages(self, kv: LayerKV, src: Tensor, dst: Tensor) -> None:
@@ -190,14 +128,6 @@ class CpuOps:
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
         return self._reference.sample(logits, batch)
-
-
-def _is_bf16(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
 
 
 def _both_native(x: Tensor, kv: LayerKV) -> bool:

@@ -1,51 +1,57 @@
 // The one matrix kernel: a tile of rows of x against panels of weights. Linear layers and attention are built from it.
 //
-// Knows no threads and no layers. Every output element owns one accumulator lane that runs through k in ascending
-// order from zero: its bits do not depend on the height of the tile, on the number of panels, or on who computes.
+// Knows no threads, no layers and no kind of number: a Kind (kinds.h) says how a word of weights is read and multiplied.
+// Every output element owns one accumulator lane that runs through k in ascending order from zero: its bits do not
+// depend on the height of the tile, on the number of panels, or on who computes.
 //
-// A panel is PANEL columns (rows of W), contiguous over all of k. In a float panel, step k holds PANEL floats; in a bf16
-// panel it holds LANES words of 32 bits, column i in the low half of word i, column LANES + i in the high half:
-// one load, a shift and a mask give two vectors of floats.
+// A panel is PANEL columns (rows of W), contiguous over all of k. A step of it is one word of 32 bits for each column:
+// one float, a pair of bf16, four 8-bit or eight 4-bit weights of that column, k ascending from the low end. x holds
+// Kind::PARTS words for each step and row.
 #pragma once
-#include "vec.h"
+#include "kinds.h"
 
 constexpr int PANEL = 2 * LANES;
-constexpr int AHEAD = 4096;  // bytes: how far ahead of its use a weight that comes from memory is asked for
+constexpr size_t STEP_BYTES = PANEL * sizeof(uint32_t);
 constexpr int MAX_ROWS = REGISTERS == 32 ? 12 : 6;  // 2 accumulators a row, two weight vectors, one broadcast
 
-// How many panels a tile takes at once: enough accumulators to hide the latency of the multiply-add.
-constexpr int panels_for(int rows) {
-    int pairs = MAX_ROWS / rows;
-    return pairs > 4 ? 4 : pairs;
+// What to ask memory for while a tile computes: from step `turn` on, `jump` bytes further.
+struct Ahead {
+    const uint8_t* from;
+    size_t stride;  // bytes a step
+    int turn;
+    size_t jump;
+};
+
+template <int PANELS>
+static inline void ask(Ahead& ahead, int step, size_t panel_bytes) {
+    if (PANELS > 1 && step == ahead.turn) ahead.from += ahead.jump;
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++)
+        for (size_t line = 0; line < STEP_BYTES; line += 64)
+            __builtin_prefetch(ahead.from + step * ahead.stride + p * panel_bytes + line, 0, 3);
 }
 
-static inline void load_step(const float* panel, int k, vf& lo, vf& hi) {
-    lo = load<vf>(panel + size_t(k) * PANEL);
-    hi = load<vf>(panel + size_t(k) * PANEL + LANES);
-}
-
-static inline void load_step(const bf16* panel, int k, vf& lo, vf& hi) {
-    vu both = load<vu>(panel + size_t(k) * PANEL);
-    lo = (vf)(both << 16);
-    hi = (vf)(both & 0xffff0000u);
-}
-
-// c[r][p * PANEL + j] = sum over k of x[r * ROW_STEP + k * K_STEP] * panel p's (k, j). FAR: the panels lie in memory.
-template <int ROWS, int PANELS, class W, bool FAR, int ROW_STEP, int K_STEP>
-__attribute__((noinline)) static void tile(const float* x, const W* w, size_t panel_stride, int k_len, float* c,
-                                           size_t c_stride) {
-    vf acc[ROWS][PANELS][2] = {};
-    for (int k = 0; k < k_len; k++) {
+// c[r][p * PANEL + j] = sum over k of x[step * X_STEP + part * X_PART + r * X_ROW] times panel p's (step, part, j).
+// FAR: the panels come from memory.
+template <class Kind, int ROWS, int PANELS, bool FAR, int X_ROW, int X_PART>
+__attribute__((noinline)) static void tile(const typename Kind::Word* x, const uint8_t* w, size_t panel_bytes, int steps,
+                                           Ahead ahead, typename Kind::Sum* c, size_t c_stride) {
+    typename Kind::Sums acc[ROWS][PANELS][2] = {};
+    for (int step = 0; step < steps; step++) {
+        if (FAR) ask<PANELS>(ahead, step, panel_bytes);
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++) {
-            vf lo, hi;
-            if (FAR) __builtin_prefetch(w + p * panel_stride + size_t(k) * PANEL + AHEAD / sizeof(W), 0, 3);
-            load_step(w + p * panel_stride, k, lo, hi);
+#pragma GCC unroll 2
+            for (int part = 0; part < Kind::PARTS; part++) {
+                const uint8_t* at = fresh(w + p * panel_bytes + size_t(step) * STEP_BYTES);
+                const auto* values = fresh(x + size_t(step * Kind::PARTS + part) * X_PART);
+                auto lo = Kind::weights(at, part), hi = Kind::weights(at + VEC_BYTES, part);
 #pragma GCC unroll 12
-            for (int r = 0; r < ROWS; r++) {
-                vf value = splat(x[size_t(k) * K_STEP + r * ROW_STEP]);
-                acc[r][p][0] = madd(lo, value, acc[r][p][0]);
-                acc[r][p][1] = madd(hi, value, acc[r][p][1]);
+                for (int r = 0; r < ROWS; r++) {
+                    auto value = Kind::spread(values[r * X_ROW]);
+                    acc[r][p][0] = Kind::dot(lo, value, acc[r][p][0]);
+                    acc[r][p][1] = Kind::dot(hi, value, acc[r][p][1]);
+                }
             }
         }
     }
@@ -58,35 +64,52 @@ __attribute__((noinline)) static void tile(const float* x, const W* w, size_t pa
         }
 }
 
-// All panels of one tile of rows, several at a time.
-template <int ROWS, class W, bool FAR, int ROW_STEP, int K_STEP>
-static void tile_panels(const float* x, const W* w, size_t panel_stride, int panels, int k_len, float* c,
-                        size_t c_stride) {
-    constexpr int AT_ONCE = panels_for(ROWS);
-    int p = 0;
-    for (; p + AT_ONCE <= panels; p += AT_ONCE)
-        tile<ROWS, AT_ONCE, W, FAR, ROW_STEP, K_STEP>(x, w + p * panel_stride, panel_stride, k_len, c + p * PANEL, c_stride);
-    for (; p < panels; p++)
-        tile<ROWS, 1, W, FAR, ROW_STEP, K_STEP>(x, w + p * panel_stride, panel_stride, k_len, c + p * PANEL, c_stride);
-}
+// How many panels a tile takes at once: enough accumulators to hide the latency of the multiply-add.
+constexpr int panels_for(int rows, int most) { return MAX_ROWS / rows > most ? most : MAX_ROWS / rows; }
+constexpr int panels_together(int rows) { return rows > 4 ? 1 : 4 / rows; }  // of a layer: as many streams from memory
 
 // ---- choosing the height at run time -------------------------------------------------------------------------------
-template <class W>
-using TileFn = void (*)(const float*, const W*, size_t, int, int, float*, size_t);
+template <class Kind>
+using TileFn = void (*)(const typename Kind::Word*, const uint8_t*, size_t, int, Ahead, typename Kind::Sum*, size_t);
 
-// x interleaved: [k][rows].
+// x interleaved: [step][part][rows]; panels: 1 or panels_together(rows).
+template <class Kind, int ROWS = MAX_ROWS>
+static TileFn<Kind> far_tile(int rows, int panels) {
+    constexpr int TOGETHER = panels_together(ROWS);
+    if (rows == ROWS) return panels == 1 ? tile<Kind, ROWS, 1, true, 1, ROWS> : tile<Kind, ROWS, TOGETHER, true, 1, ROWS>;
+    if constexpr (ROWS > 1) return far_tile<Kind, ROWS - 1>(rows, panels);
+    return nullptr;
+}
+
+// Floats that are in the cache already: all panels of a tile, several at a time.
+template <int ROWS, class W, bool FAR, int X_ROW, int X_STEP>
+static void tile_panels(const float* x, const W* w, size_t panel_floats, int panels, int steps, float* c,
+                        size_t c_stride) {
+    constexpr int AT_ONCE = panels_for(ROWS, 4);
+    auto at = [&](int p) { return reinterpret_cast<const uint8_t*>(w + p * panel_floats); };
+    int p = 0;
+    for (; p + AT_ONCE <= panels; p += AT_ONCE)
+        tile<Floats, ROWS, AT_ONCE, false, X_ROW, X_STEP>(x, at(p), panel_floats * 4, steps, {}, c + p * PANEL, c_stride);
+    for (; p < panels; p++)
+        tile<Floats, ROWS, 1, false, X_ROW, X_STEP>(x, at(p), panel_floats * 4, steps, {}, c + p * PANEL, c_stride);
+}
+
+template <class W>
+using NearFn = void (*)(const float*, const W*, size_t, int, int, float*, size_t);
+
+// x interleaved: [step][rows].
 template <class W, bool FAR, int ROWS = MAX_ROWS>
-static TileFn<W> interleaved_tile(int rows) {
+static NearFn<W> interleaved_tile(int rows) {
     if (rows == ROWS) return tile_panels<ROWS, W, FAR, 1, ROWS>;
     if constexpr (ROWS > 1) return interleaved_tile<W, FAR, ROWS - 1>(rows);
     return nullptr;
 }
 
-// x by rows, ROW_STEP floats apart.
-template <class W, int ROW_STEP, int ROWS = MAX_ROWS>
-static TileFn<W> strided_tile(int rows) {
-    if (rows == ROWS) return tile_panels<ROWS, W, false, ROW_STEP, 1>;
-    if constexpr (ROWS > 1) return strided_tile<W, ROW_STEP, ROWS - 1>(rows);
+// x by rows, X_ROW floats apart.
+template <class W, int X_ROW, int ROWS = MAX_ROWS>
+static NearFn<W> strided_tile(int rows) {
+    if (rows == ROWS) return tile_panels<ROWS, W, false, X_ROW, 1>;
+    if constexpr (ROWS > 1) return strided_tile<W, X_ROW, ROWS - 1>(rows);
     return nullptr;
 }
 

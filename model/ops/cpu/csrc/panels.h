@@ -1,0 +1,66 @@
+// Who computes what of a linear layer: threads share its panels, rows come in blocks of tiles.
+//
+// Knows no kind of number. A Layer brings shape, weights, row_words(), panel_bytes(), steps(), pack() and tile(); every
+// thread packs all rows for itself, which beats waiting for another to do it.
+#pragma once
+#include <omp.h>
+
+#include "tile.h"
+#include "workspace.h"
+
+constexpr size_t BLOCK_BYTES = 192 << 10;  // of packed rows: stays in the second-level cache beside two panels
+constexpr size_t SLACK = 64;                // words that packing may write behind its last
+constexpr size_t AHEAD = 2048;              // bytes: how far ahead of its use a weight that comes from memory is asked for
+
+struct Shape {
+    int64_t m, n, k;
+
+    int panels() const { return int((n + PANEL - 1) / PANEL); }
+};
+
+// One tile alone runs along with memory: its own panels, a little ahead. Several tiles take turns on a panel that is in
+// the cache by then, while the next panel arrives: each asks for its share of it.
+static inline Ahead ahead_of(const uint8_t* panel, size_t panel_bytes, int steps, int panels, int t, int tiles) {
+    if (tiles == 1) return {panel + AHEAD, STEP_BYTES, steps - int(AHEAD / STEP_BYTES), (panels - 1) * panel_bytes};
+    return {panel + panel_bytes + panel_bytes * t / tiles, STEP_BYTES / tiles, -1, 0};
+}
+
+// Rows [row, row + m) against panels [first, last).
+template <class Layer>
+static void block(const Layer& layer, int64_t row, int m, int first, int last) {
+    static thread_local Workspace space;
+    size_t row_words = layer.row_words(), panel_bytes = layer.panel_bytes();
+    uint32_t* packed = space.get<uint32_t>(m * row_words + SLACK);
+    int tiles = tile_count(m), at_once = tiles == 1 ? panels_together(m) : 1;
+    for (int t = 0; t < tiles; t++)
+        layer.pack(row + tile_start(m, t), tile_start(m, t + 1) - tile_start(m, t), packed + tile_start(m, t) * row_words);
+    for (int p = first, panels; p < last; p += panels) {
+        panels = last - p < at_once ? 1 : at_once;
+        const uint8_t* panel = layer.weights + p * panel_bytes;
+        for (int t = 0; t < tiles; t++) {
+            int start = tile_start(m, t), rows = tile_start(m, t + 1) - start;
+            layer.tile(packed + start * row_words, row + start, rows, p, panels,
+                       ahead_of(panel, panel_bytes, layer.steps(), panels, t, tiles));
+        }
+    }
+}
+
+template <class Layer>
+static void run(const Layer& layer) {
+    Shape s = layer.shape;
+    int64_t fitting = BLOCK_BYTES / (layer.row_words() * sizeof(uint32_t)) / MAX_ROWS * MAX_ROWS;
+    int64_t step = fitting > 2 * MAX_ROWS ? fitting : 2 * MAX_ROWS;
+#pragma omp parallel if (s.m * s.n * s.k > 1 << 15)
+    {
+        int threads = omp_get_num_threads(), me = omp_get_thread_num();
+        int first = s.panels() * me / threads, last = s.panels() * (me + 1) / threads;
+        for (int64_t m = 0; m < s.m && first < last; m += step)
+            block(layer, m, int(s.m - m < step ? s.m - m : step), first, last);
+    }
+}
+
+// y's columns of panel p and after, so many panels.
+static inline int columns_of(const Shape& s, int panel, int panels) {
+    int64_t left = s.n - int64_t(panel) * PANEL;
+    return int(left < panels * PANEL ? left : panels * PANEL);
+}
