@@ -96,9 +96,8 @@ def detect_pairing(
     strength = total / max(count, 1)
     half = rotary // 2
     evens, firsts = np.arange(0, rotary, 2), np.arange(half)
-    generator = np.random.default_rng(0)
-    shuffles = [generator.permutation(rotary) for _ in range(MATCHINGS)]
-    chance = np.array([strength[p[:half], p[half:]].mean() for p in shuffles])
+    shuffles = np.random.default_rng(0).permuted(np.tile(np.arange(rotary), (MATCHINGS, 1)), axis=1)
+    chance = strength[shuffles[:, :half], shuffles[:, half:]].mean(1)
     t = (float(strength[evens, evens + 1].mean()), float(strength[firsts, firsts + half].mean()))
     z = tuple((value - chance.mean()) / max(float(chance.std()), 1e-9) for value in t)
     return PairingEvidence(expected, _verdict(z[0], z[1], expected), count, t[0], float(z[0]), t[1], float(z[1]))

@@ -134,8 +134,8 @@ def _header(targets: Sequence[Target]) -> bytes:
 
 
 def write_text(path: Path, text: str) -> None:
-    """UTF-8 text, on the disk before this returns."""
-    with path.open("w", encoding="utf-8", newline="") as file:
+    """UTF-8 text, on the disk before this returns. Half a surrogate pair, which JSON may hold, becomes its escape."""
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -5,6 +5,7 @@ Knows no particular key; imports neither torch nor numpy.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -61,7 +62,7 @@ def numbers(raw: Json, key: str) -> tuple[float, ...]:
 
 def positive_float(value: float, key: str) -> float:
     """value as a float. Raises ConfigError for zero, negative, NaN and infinite ones."""
-    if not 0 < value < float("inf"):
+    if not 0 < value <= sys.float_info.max:  # an integer may be larger than any float
         raise ConfigError(f"{key} is {value}, expected a positive number")
     return float(value)
 

@@ -51,10 +51,10 @@ def read_header(path: Path) -> Header:
             raise WeightsError(f"{path.name} is cut short or not safetensors: {size} bytes do not hold its header")
         raw = file.read(length)
     try:
-        rows = json.loads(raw)
+        rows = json.loads(raw, object_pairs_hook=once)
         rows.pop("__metadata__", None)
         entries = {name: _entry(path, row, 8 + length) for name, row in rows.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{path.name} has a broken safetensors header: {error!r}") from None
     return Header(entries, _end(path, entries, 8 + length))
 
@@ -67,10 +67,21 @@ def check_size(path: Path, header: Header) -> None:
         raise WeightsError(f"{path.name} has {size} bytes, its header promises {promised}: copy the file again")
 
 
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys are all different, for json.loads: of two equal ones it would keep the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return found
+
+
 def _entry(path: Path, row: dict[str, Any], base: int) -> Entry:
     shape, (begin, end) = tuple(row["shape"]), row["data_offsets"]
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
         raise ValueError(f"{str(row)[:80]} holds what is not a size")
+    if begin > end or not isinstance(row["dtype"], str):
+        raise ValueError(f"{str(row)[:80]} is no tensor")
     if row["dtype"] in ITEM_BYTES and end - begin != math.prod(shape) * ITEM_BYTES[row["dtype"]]:
         raise ValueError(f"{str(row)[:80]} does not have the bytes of its shape")
     return Entry(path, row["dtype"], shape, base + begin, end - begin)

@@ -81,7 +81,10 @@ def _metadata(writer: GGUFWriter, config: dict[str, Any], extra: dict[str, Any])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
-    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    adders: dict[type, Any] = {
+        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+        list: writer.add_array,
+    }  # fmt: skip
     for key, value in extra.items():
         adders[type(value)](key, value)
 

@@ -18,6 +18,8 @@ MAGIC = b"GGUF"
 MAX_DIMS = 4
 FLOAT32, STRING, ARRAY = 6, 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", FLOAT32: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+MOST_VALUES = 1 << 23  # of all arrays together: 30 times the largest vocabulary, and still little memory
+MOST_TENSORS = 1 << 18
 SMALLEST_FIELD = 13  # key length, empty key, type, one byte
 SMALLEST_TENSOR = 32  # name length, empty name, dims, one dim, type, offset
 
@@ -52,6 +54,7 @@ class _Cursor:
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at = path, data, 0
+        self.values = 0
 
     def fail(self, text: str, offset: int | None = None) -> ConvertError:
         return ConvertError(text, self.path, self.at if offset is None else offset)
@@ -109,6 +112,9 @@ class _Cursor:
 
     def array(self, key: str) -> Any:
         kind, count = self.number("I", key), self.number("Q", key)
+        self.values += count
+        if self.values > MOST_VALUES:
+            raise self.fail(f"{key}: {count} values are more than any model has")
         if kind == STRING:
             return self.strings(count, key)
         if kind not in SCALARS:
@@ -138,7 +144,7 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
         raise cursor.fail(f"GGUF version {version} is not supported ({hint})", 4)
     tensor_count, field_count = cursor.number("Q", "tensor count"), cursor.number("Q", "metadata count")
     room = len(cursor.data) - cursor.at
-    if tensor_count * SMALLEST_TENSOR + field_count * SMALLEST_FIELD > room:
+    if tensor_count > MOST_TENSORS or tensor_count * SMALLEST_TENSOR + field_count * SMALLEST_FIELD > room:
         raise cursor.fail(f"{tensor_count} tensors and {field_count} metadata keys cannot fit in {room} bytes", 8)
     return tensor_count, field_count
 

@@ -19,7 +19,7 @@ from convert.formats.gguf_quants import PLAIN, dequantize
 from convert.formats.gguf_rope import TABLES, rope_config
 from convert.rope_pairing import Pairing
 from convert.source import ConfigEntry, Source, SourceTensor
-from convert.tokenizer.gguf import tokenizer_files
+from convert.tokenizer.gguf import token_id, tokenizer_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,9 @@ def _window(fields: Fields, arch: Architecture) -> dict[str, ConfigEntry]:
 def _special_tokens(file: GgufFile) -> dict[str, ConfigEntry]:
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     found = {key: f"tokenizer.ggml.{name}_token_id" for key, name in keys.items()}
-    return {key: ConfigEntry(int(file.metadata[at]), at) for key, at in found.items() if at in file.metadata}
+    return {
+        key: ConfigEntry(token_id(file.metadata, at, file.path), at) for key, at in found.items() if at in file.metadata
+    }
 
 
 def _unused(file: GgufFile, fields: Fields) -> dict[str, str]:

@@ -53,8 +53,15 @@ def open_huggingface(folder: Path) -> Source:
 
 def tokenizer_texts(folder: Path) -> dict[str, str]:
     """The tokenizer's files as they are; from a sentencepiece or tiktoken file where tokenizer.json is missing."""
-    found = {name: (folder / name).read_text("utf-8") for name in TOKENIZER_FILES if (folder / name).is_file()}
+    found = {name: _read_text(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     return found if "tokenizer.json" in found else folder_tokenizer(folder) | found
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConvertError("not valid UTF-8", path, error.start) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -67,6 +74,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConvertError(f"not valid JSON ({error.msg})", path, error.pos) from error
     except UnicodeDecodeError as error:
         raise ConvertError("not valid UTF-8", path, error.start) from error
+    except (ValueError, RecursionError) as error:
+        raise ConvertError(f"not sound JSON ({error})", path) from error
     if not isinstance(value, dict):
         raise ConvertError("not a JSON object", path, 0)
     return value

@@ -21,6 +21,8 @@ def with_defaults(path: Path, raw: Mapping[str, Any]) -> dict[str, ConfigEntry]:
     """Every key of `raw`, and the defaults that a conversion to another format needs. Raises ConvertError."""
     if missing := [key for key in REQUIRED if not isinstance(raw.get(key), int) or raw[key] < 1]:
         raise ConvertError(f"{missing[0]} is {raw.get(missing[0])!r}, expected a positive whole number", path)
+    if not isinstance(raw.get("model_type"), str):
+        raise ConvertError(f"model_type is {raw.get('model_type')!r}, expected a name", path)
     heads = raw["num_attention_heads"]
     family = FAMILIES.get(str(raw.get("model_type")), Family())
     defaults: dict[str, Any] = {
@@ -43,7 +45,9 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, ConfigEntry]:
     place, origin = (new, "rope_parameters") if isinstance(new, dict) and new else (old, "rope_scaling")
     keys: dict[str, Any] = dict(place) if isinstance(place, dict) else {}
     beside = {key: keys.pop(key, raw.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
-    theta = ConfigEntry(beside["rope_theta"] or 10000.0, origin if beside["rope_theta"] else "default")
+    theta = ConfigEntry(10000.0, "default")
+    if beside["rope_theta"] is not None:
+        theta = ConfigEntry(beside["rope_theta"], origin)
     share = beside["partial_rotary_factor"]
     kind, twin = keys.pop("rope_type", None), keys.pop("type", None)
     scaling = None if (kind or twin or "default") == "default" else {"rope_type": kind or twin, **keys}

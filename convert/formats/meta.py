@@ -105,11 +105,13 @@ def _join_ranks(folder: Path, params: dict[str, Any]) -> dict[str, SourceTensor]
 def _join(name: str, parts: list[SourceTensor], params: dict[str, Any]) -> SourceTensor:
     shape, count = parts[0].shape, len(parts)
     if name == EMBEDDING:
-        axis: int | None = 1 if shape[1] * count == params.get("dim") else 0
+        axis: int | None = 1 if shape[-1:] == (params.get("dim", 0) // count,) else 0
     elif SPLIT_BY_ROWS.fullmatch(name):
         axis = 0
     else:
         axis = 1 if SPLIT_BY_COLUMNS.fullmatch(name) else None
+    if axis is not None and len(shape) != 2:
+        raise ConvertError(f"tensor {name!r} has shape {shape}, expected a matrix", parts[0].path, parts[0].offset)
     if axis is None:
         return _joined(name, parts, shape, f"{count} equal copies", lambda: _same(name, parts))
     keep = _repeats(name, parts, params)

@@ -20,6 +20,7 @@ USED = {
     "hidden_dim", "sliding_window", "max_seq_len", "tied_embeddings", "yarn",
 }  # fmt: skip
 HARMLESS = {"multiple_of", "ffn_dim_multiplier", "max_batch_size", "model_type", "model_parallel_size"}
+LARGEST = 1e12  # of any number here: far above what a model has, far below what arithmetic cannot hold
 LLAMA_32_DIMS = {2048: 16, 3072: 28}  # hidden size: layers of Llama 3.2 1B and 3B, whose scaling factor is 32
 
 
@@ -48,7 +49,7 @@ def meta_config(
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "vocab_size": ConfigEntry(_rows(path, table, "tok_embeddings.weight"), "rows of tok_embeddings"),
-        "max_position_embeddings": _context(params),
+        "max_position_embeddings": _context(path, params),
         "rms_norm_eps": ConfigEntry(float(_number(path, params, "norm_eps")), "norm_eps"),
         "hidden_act": ConfigEntry("silu", "format"),
         **_rope(path, params, dim.value, layers.value),
@@ -64,7 +65,7 @@ def meta_config(
 
 def _number(path: Path, params: Mapping[str, Any], key: str) -> float:
     value = params.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not np.isfinite(value) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < LARGEST:
         raise ConvertError(f"{key} is {value!r}, expected a positive number", path)
     return value
 
@@ -77,18 +78,18 @@ def _positive(path: Path, params: Mapping[str, Any], key: str) -> ConfigEntry:
 
 
 def _rows(path: Path, table: Mapping[str, SourceTensor], name: str) -> int:
-    if name not in table:
-        raise ConvertError(f"no tensor {name!r} in this folder", path.parent)
+    if name not in table or len(table[name].shape) != 2:
+        raise ConvertError(f"no matrix {name!r} in this folder", path.parent)
     return table[name].shape[0]
 
 
-def _context(params: Mapping[str, Any]) -> ConfigEntry:
+def _context(path: Path, params: Mapping[str, Any]) -> ConfigEntry:
     """Not in most files: the length that the model family is known for."""
-    if "max_seq_len" in params:
-        return ConfigEntry(params["max_seq_len"], "max_seq_len")
+    if params.get("max_seq_len") is not None:
+        return _positive(path, params, "max_seq_len")
     if params.get("use_scaled_rope"):
         return ConfigEntry(131072, "not in the file: Llama 3.1 and 3.2 (use_scaled_rope)")
-    theta = params.get("rope_theta", 10000.0)
+    theta = _number(path, {"rope_theta": 10000.0, **params}, "rope_theta")
     if theta == 500000.0:
         return ConfigEntry(8192, "not in the file: Llama 3 (rope_theta 500000)")
     if theta > 10000.0:
@@ -122,9 +123,11 @@ def _yarn(path: Path, yarn: Any) -> dict[str, Any]:
     known = {"factor", "original_max_position_embeddings", "beta", "alpha", "apply_scale"}
     if not isinstance(yarn, dict) or not {"factor", "original_max_position_embeddings"} <= yarn.keys() <= known:
         raise ConvertError(f"yarn is {str(yarn)[:80]}, which is not understood", path)
-    scaling = {"rope_type": "yarn", "factor": float(yarn["factor"])}
-    scaling["original_max_position_embeddings"] = yarn["original_max_position_embeddings"]
-    scaling |= {"beta_fast": float(yarn.get("beta", 32)), "beta_slow": float(yarn.get("alpha", 1))}
+    numbers = {"beta": 32, "alpha": 1} | yarn
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": float(_number(path, yarn, "factor"))}
+    scaling["original_max_position_embeddings"] = _positive(path, yarn, "original_max_position_embeddings").value
+    scaling |= {"beta_fast": float(_number(path, numbers, "beta"))}
+    scaling |= {"beta_slow": float(_number(path, numbers, "alpha"))}
     return scaling if yarn.get("apply_scale", True) else scaling | {"attention_factor": 1.0}
 
 

@@ -9,6 +9,7 @@ import collections
 import io
 import math
 import pickle
+import pickletools
 import struct
 import zipfile
 import zlib
@@ -76,10 +77,12 @@ def _read(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
         raise ConvertError("expected one uncompressed data.pkl of at most 64 MiB", path)
     folder = pickles[0].filename.removesuffix("data.pkl")
     names = set(archive.namelist())
-    if folder + "byteorder" in names and archive.read(folder + "byteorder") != b"little":
+    if folder + "byteorder" in names and _start(archive, folder + "byteorder") != b"little":
         raise ConvertError("saved on a big-endian machine: not supported", path)
+    data = archive.read(pickles[0])
     try:
-        value = _Unpickler(path, archive, folder, archive.read(pickles[0])).load()
+        _check_memo(path, data)
+        value = _Unpickler(path, archive, folder, data).load()
     except ConvertError:
         raise
     except Exception as error:  # a damaged pickle can raise nearly anything
@@ -87,6 +90,19 @@ def _read(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConvertError(f"holds a {type(value).__name__}, expected a dictionary of tensors", path)
     return value
+
+
+def _start(archive: zipfile.ZipFile, name: str) -> bytes:
+    """The first bytes of an entry, however much it would unpack to."""
+    with archive.open(name) as entry:
+        return entry.read(16)
+
+
+def _check_memo(path: Path, data: bytes) -> None:
+    """A pickle numbers what it will refer to again; Python makes room for the highest number, whatever it is."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(data):
+            raise ConvertError(f"the pickle wants room for {argument} objects, it has {len(data)} bytes", path)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -134,8 +150,9 @@ class _Unpickler(pickle.Unpickler):
         self, storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any
     ) -> TorchTensor:
         numbers = (offset, *shape, *strides)
-        if not isinstance(storage, Storage) or len(shape) != len(strides) or any(n < 0 for n in numbers):
-            raise ConvertError("a tensor of the pickle is not sound", self.path)
+        sound = isinstance(storage, Storage) and all(isinstance(number, int) and number >= 0 for number in numbers)
+        if not sound or len(shape) != len(strides) or math.prod(shape) > storage.count:
+            raise ConvertError(f"a tensor of shape {str(shape)[:60]} does not fit its storage", self.path)
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         if math.prod(shape) and last >= storage.count:
             raise ConvertError(f"a tensor of shape {tuple(shape)} runs past its storage", self.path, storage.offset)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 
+from convert.errors import ConvertError
 from convert.tokenizer.sentencepiece import bpe, vocabulary
 
 
@@ -30,12 +31,20 @@ def ranked_tokenizer(
     everything = [*specials, *texts] if specials_first else [*texts, *specials]
     vocab = vocabulary(everything, path)
     tokenizer = Tokenizer(bpe(path, vocab=vocab, merges=merges_of_ranks(texts), ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    split = pre_tokenizers.Split(regex(pattern, path), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
     return tokenizer, everything
+
+
+def regex(pattern: str, path: Path) -> Regex:
+    """Raises ConvertError for a pattern that is none."""
+    try:
+        return Regex(pattern)
+    except Exception as error:  # the library raises plain Exception
+        raise ConvertError(f"pattern {pattern[:60]!r}: {error}", path) from error
 
 
 def merges_of_ranks(texts: Sequence[str]) -> list[tuple[str, str]]:

@@ -27,6 +27,8 @@ def folder_tokenizer(folder: Path, llama31: bool = False) -> dict[str, str]:
             files = tokenizer_file(path, llama31)
             if files:
                 return files
+            if path.name == "tekken.json" or path.name.startswith("tokenizer.model"):
+                raise ConvertError("not a tokenizer of a known kind, or damaged: copy it again or take it away", path)
     return {}
 
 
@@ -51,5 +53,5 @@ def tokenizer_file(path: Path, llama31: bool = False) -> dict[str, str]:
 def _json(path: Path) -> object:
     try:
         return json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -26,7 +26,7 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> dict[str, str]:
     if model is None:
         return {}
     tokens, types = metadata.get(PREFIX + "tokens"), metadata.get(PREFIX + "token_type")
-    if not isinstance(tokens, list) or types is None or len(types) != len(tokens):
+    if not isinstance(tokens, list) or not isinstance(types, list | tuple) or len(types) != len(tokens):
         raise ConvertError("tokenizer.ggml.tokens and token_type are missing or differ in length", path)
     pieces = _pieces(metadata, tokens, types, path)
     if model == "gpt2":
@@ -52,7 +52,8 @@ def _pieces(metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int]
     scores = metadata.get(PREFIX + "scores")
     if scores is None:
         scores = [0.0] * len(tokens)
-    if len(scores) != len(tokens) or not set(map(int, types)) <= KINDS.keys():
+    numbers = isinstance(scores, list | tuple) and all(isinstance(score, float) for score in scores)
+    if not numbers or len(scores) != len(tokens) or not set(types) <= KINDS.keys():
         raise ConvertError("tokenizer.ggml.scores or token_type does not fit tokens", path)
     rows = zip(tokens, scores, types, strict=True)
     return [Piece(text, float(score), KINDS[int(kind)]) for text, score, kind in rows]
@@ -76,17 +77,28 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], path: Path) -> t
     return tokenizer, cut.add_bos
 
 
-def _special(metadata: Mapping[str, Any], tokens: list[str], add_bos: bool, path: Path) -> Special:
-    def token_id(name: str) -> int | None:
-        value = metadata.get(f"{PREFIX}{name}_token_id")
-        if value is not None and not 0 <= int(value) < len(tokens):
-            raise ConvertError(f"{PREFIX}{name}_token_id {value} is outside the vocabulary of {len(tokens)}", path)
-        return None if value is None else int(value)
+def token_id(metadata: Mapping[str, Any], key: str, path: Path) -> int:
+    """The id of a special token. Raises ConvertError for what is no id at all."""
+    value = metadata[key]
+    if not isinstance(value, int) or not 0 <= value < 1 << 31:
+        raise ConvertError(f"metadata {key} is {str(value)[:60]!r}, expected a token id", path)
+    return value
 
-    stops = [token_id(name) for name in ("eos", "eot", "eom")]
+
+def _special(metadata: Mapping[str, Any], tokens: list[str], add_bos: bool, path: Path) -> Special:
+    def place(name: str) -> int | None:
+        key = f"{PREFIX}{name}_token_id"
+        if key not in metadata:
+            return None
+        value = token_id(metadata, key, path)
+        if value >= len(tokens):
+            raise ConvertError(f"{key} {value} is outside the vocabulary of {len(tokens)}", path)
+        return value
+
+    stops = [place(name) for name in ("eos", "eot", "eom")]
     return Special(
-        tokens=tokens, bos=token_id("bos"), stops=tuple(dict.fromkeys(s for s in stops if s is not None)),
-        unknown=token_id("unknown"), pad=token_id("padding"),
+        tokens=tokens, bos=place("bos"), stops=tuple(dict.fromkeys(s for s in stops if s is not None)),
+        unknown=place("unknown"), pad=place("padding"),
         add_bos=bool(metadata.get(PREFIX + "add_bos_token", add_bos)),
         add_eos=bool(metadata.get(PREFIX + "add_eos_token", False)),
     )  # fmt: skip

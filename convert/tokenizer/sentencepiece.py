@@ -15,8 +15,10 @@ from tokenizers.models import BPE, Unigram
 
 from convert.errors import ConvertError
 from convert.tokenizer.assemble import Special, finish, special_files
+from convert.tokenizer.charsmap import is_sound
 
 Kind = Literal["normal", "unknown", "control", "user_defined", "unused", "byte"]
+MOST_CUTS = 1 << 29  # squares of the lengths of all tokens, added up; 262,144 tokens of 8 characters need 2 ** 24
 KINDS: dict[int, Kind] = {1: "normal", 2: "unknown", 3: "control", 4: "user_defined", 5: "unused", 6: "byte"}
 """The numbers of sentencepiece's protobuf, which GGUF took over."""
 
@@ -40,8 +42,13 @@ def unigram_files(pieces: Sequence[Piece], path: Path, charsmap: bytes, prefix: 
     unknown = next((i for i, piece in enumerate(pieces) if piece.kind == "unknown"), None)
     vocabulary([piece.text for piece in pieces], path)
     table = [(piece.text, piece.score) for piece in pieces]
-    tokenizer = Tokenizer(Unigram(table, unknown, any(piece.kind == "byte" for piece in pieces)))
-    steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    if charsmap and not is_sound(charsmap):
+        raise ConvertError("the precompiled normaliser is damaged", path)
+    try:
+        tokenizer = Tokenizer(Unigram(table, unknown, any(piece.kind == "byte" for piece in pieces)))
+        steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    except Exception as error:  # the library raises plain Exception
+        raise ConvertError(f"tokenizer: {error}", path) from error
     steps += [normalizers.Strip(left=True, right=True), normalizers.Replace(Regex(" {2,}"), " ")]
     tokenizer.normalizer = normalizers.Sequence(steps)
     scheme: Literal["always", "never"] = "always" if prefix else "never"
@@ -104,7 +111,9 @@ def add_special(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> None:
 
 
 def vocabulary(texts: Sequence[str], path: Path) -> dict[str, int]:
-    """Token -> id. Raises ConvertError if a token appears twice."""
+    """Token -> id. Raises ConvertError if a token appears twice, or if their lengths would make merges endless."""
+    if sum(len(text) ** 2 for text in texts) > MOST_CUTS:
+        raise ConvertError(f"the vocabulary has tokens of up to {max(map(len, texts))} characters: not believed", path)
     vocab = {text: index for index, text in enumerate(texts)}
     if len(vocab) != len(texts):
         twice = next(text for index, text in enumerate(texts) if vocab[text] != index)

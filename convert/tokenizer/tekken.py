@@ -7,7 +7,6 @@ and only as many ranks are used as the default vocabulary has room for.
 from __future__ import annotations
 
 import base64
-import binascii
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from convert.tokenizer.assemble import Special, finish, special_files
 from convert.tokenizer.byte_level import ranked_tokenizer
 
 BOS, EOS, UNKNOWN, PAD = "<s>", "</s>", "<unk>", "<pad>"
+MOST_TOKENS = 1 << 22
 OLD_SPECIALS = [
     UNKNOWN, BOS, EOS, "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", PAD, "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
@@ -35,13 +35,16 @@ def tekken_files(value: dict[str, Any], path: Path) -> dict[str, str]:
     try:
         config = value["config"]
         size, count, pattern = config["default_vocab_size"], config["default_num_special_tokens"], config["pattern"]
-        rows = sorted(value["vocab"], key=lambda row: row["rank"])[: size - count]
+        if not all(isinstance(number, int) and 0 < number <= MOST_TOKENS for number in (size, count)):
+            raise TypeError(f"{size!r} tokens, {count!r} of them special")
+        rows = sorted(value["vocab"], key=lambda row: row["rank"])[: max(size - count, 0)]
         ranks = [base64.b64decode(row["token_bytes"], validate=True) for row in rows]
         listed = [row["token_str"] for row in sorted(value.get("special_tokens") or [], key=lambda row: row["rank"])]
         sound = [row["rank"] for row in rows] == list(range(size - count))
-    except (KeyError, TypeError, binascii.Error) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ConvertError(f"not a sound tekken file: {type(error).__name__} {error}", path) from error
     names = listed or OLD_SPECIALS
+    sound = sound and all(isinstance(name, str) for name in names)
     if not sound or len(names) > count:
         raise ConvertError(f"ranks are not 0 to {size - count - 1}, or more than {count} special tokens", path)
     specials = names + [f"<SPECIAL_{i}>" for i in range(len(names), count)]
