@@ -76,7 +76,7 @@ check: $(VENV)/.dev ## Lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cuda
 
 format: $(VENV)/.dev ## Rewrite to the house format
 	$(BIN)/ruff check --fix .
