@@ -24,7 +24,7 @@ def sample(logits: Tensor, batch: SampleBatch) -> Sampled:
     finite = logits.amax(-1).isfinite()  # amax passes NaN on
     logits = logits.masked_fill_(~finite.unsqueeze(1), 0.0)
     log_softmax = logits.log_softmax(-1) if batch.num_logprobs >= 0 else None
-    logits = _adjust(logits, batch)
+    logits = adjust(logits, batch)
     finite &= logits.amax(-1).isfinite()  # a penalty may overflow, and a ban may leave nothing
     ids = logits.argmax(-1)
     drawn = ((batch.temperature > 0) & finite).nonzero().squeeze(1)
@@ -45,7 +45,7 @@ def _rows_of(batch: SampleBatch, rows: Tensor) -> SampleBatch:
     return SampleBatch(**{name: getattr(batch, name).index_select(0, rows) for name in names}, num_logprobs=-1)
 
 
-def _adjust(logits: Tensor, batch: SampleBatch) -> Tensor:
+def adjust(logits: Tensor, batch: SampleBatch) -> Tensor:
     """Penalties first, as they look at the model's own logits; then biases and bans. A (row, token) occurs once."""
     if batch.repetition is not None:
         rows, tokens, penalty = batch.repetition

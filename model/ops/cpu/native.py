@@ -15,6 +15,8 @@ from torch import Tensor
 
 from model.batch import SampleBatch, Sampled
 from model.ops.cpu.packed import FloatLinear, Int8Linear, is_bf16, pointer
+from model.ops.cpu.sampling import SIGNATURES as SAMPLING
+from model.ops.cpu.sampling import sample
 from model.ops.interface import AttentionTables, LayerKV, PackedLinear
 from model.ops.reference import ReferenceOps
 
@@ -28,6 +30,8 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "rw_silu_mul": (PTR, INT, LONG, LONG, PTR),
     "rw_rope_write": (PTR, PTR, PTR, INT, PTR, FLOAT, PTR, PTR, PTR, *(LONG,) * 5, PTR, PTR, INT, LONG, LONG),
     "rw_attention": (PTR, INT, PTR, PTR, INT, PTR, PTR, PTR, PTR, *(LONG,) * 9, FLOAT),
+    "rw_copy_pages": (PTR, PTR, LONG, LONG, PTR, PTR, LONG),
+    **SAMPLING,
 }
 
 
@@ -124,10 +128,14 @@ class CpuOps:
         return out
 
     def copy_pages(self, kv: LayerKV, src: Tensor, dst: Tensor) -> None:
-        self._reference.copy_pages(kv, src, dst)
+        page = kv.k[0].nbytes
+        stride = kv.k.stride(0) * kv.k.element_size()
+        self._native.rw_copy_pages(
+            kv.k.data_ptr(), kv.v.data_ptr(), page, stride, src.data_ptr(), dst.data_ptr(), len(src)
+        )
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
-        return self._reference.sample(logits, batch)
+        return sample(self._native, logits, batch)
 
 
 def _both_native(x: Tensor, kv: LayerKV) -> bool:

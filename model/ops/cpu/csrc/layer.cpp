@@ -50,8 +50,6 @@ struct Heads {
     T* q;
 };
 
-
-
 template <class T>
 void turn_head(const Rope& p, const T* x, const T* norm, int64_t position, T* out) {
     T normed[MAX_HEAD];
@@ -137,5 +135,12 @@ void rw_rope_write(const void* qkv, const void* q_norm, const void* k_norm, int 
     else
         rope_write_to(p, Heads<float>{as<float>(qkv), as<float>(q_norm), as<float>(k_norm), as<float>(q)}, k, v,
                       kv_bf16);
+}
+
+// Pages of `bytes` bytes, stride bytes apart, of keys and of values; no page is both read and written.
+void rw_copy_pages(void* k, void* v, int64_t bytes, int64_t stride, const int64_t* src, const int64_t* dst, int64_t count) {
+#pragma omp parallel for schedule(static) if (count * bytes > PARALLEL_FROM)
+    for (int64_t i = 0; i < count; i++)
+        for (void* pool : {k, v}) memcpy(as<char>(pool) + dst[i] * stride, as<char>(pool) + src[i] * stride, bytes);
 }
 }
