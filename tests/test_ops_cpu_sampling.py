@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from model.batch import SampleBatch
+from model.kv_cache import KVCache
+from model.kv_cost import SCALE_BYTES, KVGroup, KVLayout
 from model.ops.cpu.build import UnavailableError, find_library
 from model.ops.cpu.native import CpuOps
-from model.ops.interface import LayerKV
+from model.ops.interface import Ops
 from model.ops.reference import ReferenceOps
 
 REFERENCE = ReferenceOps()
@@ -130,11 +132,15 @@ def test_drawn_tokens_follow_the_distribution(ops: CpuOps) -> None:
     torch.testing.assert_close(counts, logits.softmax(0), atol=0.015, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_pages_are_copied_whole(ops: CpuOps, dtype: torch.dtype) -> None:
-    pools = torch.randint(-99, 99, (3, 2, 9, 2, 4, 6)).to(dtype)  # as in the pool: layers, k and v, pages
-    kv, expected = LayerKV(*pools[1].clone().unbind(0)), LayerKV(*pools[1].clone().unbind(0))
-    src, dst = torch.tensor([1, 1, 7]), torch.tensor([2, 8, 3])
-    ops.copy_pages(kv, src, dst)
-    REFERENCE.copy_pages(expected, src, dst)
-    assert torch.equal(kv.k, expected.k) and torch.equal(kv.v, expected.v)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+def test_pages_are_copied_whole(ops: CpuOps, dtype: str) -> None:
+    """Scales of a quantised cache included, in one layer of three."""
+    group = KVGroup((0, 1, 2), None, 2, 8, dtype, SCALE_BYTES.get(dtype, 0))
+    pools = [KVCache(KVLayout(4, (group,)), (9,), "cpu") for _ in range(2)]
+    content = torch.randint(0, 100, pools[0].storages[0].shape, generator=torch.Generator().manual_seed(0))
+    backends: tuple[Ops, Ops] = (ops, REFERENCE)
+    for backend, pool in zip(backends, pools, strict=True):
+        pool.storages[0].copy_(content)
+        backend.copy_pages(pool.layer(1), torch.tensor([1, 1, 7]), torch.tensor([2, 8, 3]))
+    assert torch.equal(pools[0].storages[0], pools[1].storages[0])
+    assert not torch.equal(pools[0].storages[0], content.to(pools[0].storages[0].dtype))

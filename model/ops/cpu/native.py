@@ -30,7 +30,7 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "rw_silu_mul": (PTR, INT, LONG, LONG, PTR),
     "rw_rope_write": (PTR, PTR, PTR, INT, PTR, FLOAT, PTR, PTR, PTR, *(LONG,) * 5, PTR, PTR, INT, LONG, LONG),
     "rw_attention": (PTR, INT, PTR, PTR, INT, PTR, PTR, PTR, PTR, *(LONG,) * 9, FLOAT),
-    "rw_copy_pages": (PTR, PTR, LONG, LONG, PTR, PTR, LONG),
+    "rw_copy_pages": (PTR, PTR, LONG, PTR, PTR, LONG),
     **SAMPLING,
 }
 
@@ -128,11 +128,8 @@ class CpuOps:
         return out
 
     def copy_pages(self, kv: LayerKV, src: Tensor, dst: Tensor) -> None:
-        page = kv.k[0].nbytes
-        stride = kv.k.stride(0) * kv.k.element_size()
-        self._native.rw_copy_pages(
-            kv.k.data_ptr(), kv.v.data_ptr(), page, stride, src.data_ptr(), dst.data_ptr(), len(src)
-        )
+        page = kv.k.stride(0) * kv.k.element_size()  # bytes; the scales of a quantised cache lie behind its values
+        self._native.rw_copy_pages(kv.k.data_ptr(), kv.v.data_ptr(), page, src.data_ptr(), dst.data_ptr(), len(src))
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
         return sample(self._native, logits, batch)

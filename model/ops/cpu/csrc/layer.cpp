@@ -137,10 +137,10 @@ void rw_rope_write(const void* qkv, const void* q_norm, const void* k_norm, int 
                       kv_bf16);
 }
 
-// Pages of `bytes` bytes, stride bytes apart, of keys and of values; no page is both read and written.
-void rw_copy_pages(void* k, void* v, int64_t bytes, int64_t stride, const int64_t* src, const int64_t* dst, int64_t count) {
+// Pages of so many bytes, one behind the other, of keys and of values; no page is both read and written.
+void rw_copy_pages(void* k, void* v, int64_t bytes, const int64_t* src, const int64_t* dst, int64_t count) {
 #pragma omp parallel for schedule(static) if (count * bytes > PARALLEL_FROM)
     for (int64_t i = 0; i < count; i++)
-        for (void* pool : {k, v}) memcpy(as<char>(pool) + dst[i] * stride, as<char>(pool) + src[i] * stride, bytes);
+        for (void* pool : {k, v}) memcpy(as<char>(pool) + dst[i] * bytes, as<char>(pool) + src[i] * bytes, bytes);
 }
 }
