@@ -47,7 +47,7 @@ META_ROLES = {
     "gate": "layers.{}.feed_forward.w1.weight", "up": "layers.{}.feed_forward.w3.weight",
     "down": "layers.{}.feed_forward.w2.weight",
 }  # fmt: skip
-GGUF_ADJACENT = {"llama"}  # by llama.cpp's own table of rope types
+GGUF_ADJACENT = {"llama", "internlm2"}  # by llama.cpp's own table of rope types
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def write_gguf(
     for name, tensor in tensors.items():
         data = tensor.numpy()
         kind = name.split(".")[-2]
-        if arch == "llama" and kind in heads:
+        if arch in ("llama", "internlm2") and kind in heads:
             data = adjacent_rows(data, heads[kind])
         _add(writer, gguf_name(name), data, quant)
     for name, data in (more_tensors or {}).items():

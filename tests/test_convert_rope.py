@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from convert.verify import verify_folder
 from model.config import ModelConfig, load_config
 from tests.conftest import BASE_CONFIG, KINDS, random_tensors
 from tests.convert_sources import write_gguf
+from tests.test_decoder import Session, load, reference_logits, save_model, some_tokens
 
 SHORT, LONG = [1.0, 1.05, 1.1, 1.3], [1.1, 1.9, 3.0, 7.77]
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
@@ -134,6 +136,15 @@ def test_scaling_that_cannot_be_served_is_refused_when_converting(
     assert not (tmp_path / "out").exists()
 
 
+def test_internlm2_of_a_gguf_is_a_llama(tmp_path: Path) -> None:
+    config = small("llama")
+    tensors = random_tensors(config)
+    ours = converted(write_gguf(tmp_path / "a.gguf", config, tensors, "internlm2"), tmp_path / "out")
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert [name for name in tensors if not torch.equal(got[name], tensors[name])] == []
+    assert ours.model_type == "llama"
+
+
 # ---- Hugging Face, there and back ---------------------------------------------------------------------------
 
 
@@ -167,6 +178,20 @@ def test_there_and_back_through_gguf(kind: str, keys: dict[str, Any], tmp_path: 
     got, tensors = load_file(tmp_path / "home" / "model.safetensors"), load_file(folder / "model.safetensors")
     assert got.keys() == tensors.keys()
     assert [name for name in tensors if not torch.equal(got[name], tensors[name])] == []
+
+
+@pytest.mark.parametrize("kind", ["phi3_longrope", "phi3_window_tied", "llama_yarn"])
+def test_transformers_reads_what_came_back_as_the_model_it_was(kind: str, tmp_path: Path) -> None:
+    """The outside judge of config.json: tensors may be right and its keys lost."""
+    model, tokens = save_model(kind, tmp_path / "hf"), some_tokens(100)
+    export(tmp_path / "hf", tmp_path / "there.gguf", "gguf")
+    converted(tmp_path / "there.gguf", tmp_path / "home")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = type(model).from_pretrained(tmp_path / "home", attn_implementation="eager", pad_token_id=0)
+    assert (reference_logits(again.float(), tokens) - reference_logits(model, tokens)).abs().max() < 1e-5
+    logits = Session(load(tmp_path / "home")).feed({"a": tokens})["a"]
+    assert (logits - reference_logits(model, tokens)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(

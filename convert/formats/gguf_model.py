@@ -34,6 +34,7 @@ class Architecture:
 
 ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", "adjacent"),
+    "internlm2": Architecture("llama", "LlamaForCausalLM", "adjacent"),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", "split_half", stacked=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", "split_half"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", "split_half"),

@@ -11,7 +11,7 @@ from typing import Any
 from convert.errors import ConvertError
 from convert.formats.gguf_header import TensorRow
 
-MODEL_TYPES = {"llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3"}
+MODEL_TYPES = {"internlm2": "llama", "llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3"}
 KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
