@@ -70,11 +70,15 @@ class Viewer:
     needs_snapshot: bool = True
 
     def offer(self, event: str | None) -> None:
+        """Call make_room first."""
+        self.events.put_nowait(event)
+
+    def make_room(self) -> None:
+        """Drop everything unread if no more may wait: the next thing to read must then be a snapshot."""
         if self.events.full():
             while not self.events.empty():
                 self.events.get_nowait()
             self.needs_snapshot = True
-        self.events.put_nowait(event)
 
 
 class KvLive:
@@ -138,6 +142,7 @@ class KvLive:
                 seen, sent_at = self._client.stats, time.monotonic()
                 self._tick()
         for viewer in self._viewers:
+            viewer.make_room()
             viewer.offer(None)
 
     def _tick(self) -> None:
@@ -145,6 +150,7 @@ class KvLive:
         cells = self._map.take_changed()
         made: dict[Caller, View] = {}
         for viewer in self._viewers:
+            viewer.make_room()
             if not viewer.needs_snapshot and viewer.caller not in made:
                 made[viewer.caller] = self._map.show(cells, viewer.caller)
             self._send(viewer, made.get(viewer.caller, {}))
@@ -172,7 +178,8 @@ class KvLive:
         except ApiError:
             return  # the engine is busy or gone: the stream ends by itself, or the next second has an answer
         for viewer in self._viewers:
-            viewer.offer(self._event("requests", requests(books, viewer.caller)))
+            if not viewer.events.full():
+                viewer.offer(self._event("requests", requests(books, viewer.caller)))
 
     def _event(self, kind: str, data: dict[str, Any]) -> str:
         return f"id: {self._serial}\nevent: {kind}\ndata: {dumps(data)}\n\n"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -13,6 +15,8 @@ import httpx
 import pytest
 
 from server.caller import tenant_name
+from server.loadtest.http import HttpClient
+from server.loadtest.kv import KvWatch
 from tests.conftest import LiveServer, ModelFactory, start_server
 
 KEYS = ("--api-key", "alice", "--api-key", "bob", "--admin-api-key", "root")
@@ -173,6 +177,19 @@ def test_viewers_are_limited_and_make_room_when_they_leave(server: LiveServer) -
 def stream_status(server: LiveServer) -> int:
     with httpx.stream("GET", f"{server.url}/kv/stream", headers={"x-api-key": "root"}, timeout=60) as reply:
         return reply.status_code
+
+
+def test_the_load_generator_reads_the_pool_and_not_the_sum_of_its_kinds(server: LiveServer) -> None:
+    watch = KvWatch(HttpClient(server.url, time.monotonic))
+
+    async def scrape() -> None:
+        assert await watch.scrape()
+        watch.client.close()
+
+    asyncio.run(scrape())
+    summary = get(server, "/kv/summary")
+    assert watch.pool_bytes() == summary["bytes"]["allocated"]
+    assert (watch.last["block_size"], watch.last["num_gpu_blocks"]) == (4, summary["pages"]["total"])
 
 
 # ---- the bill of a request

@@ -218,9 +218,13 @@ def main() -> int:
     parser.add_argument("measures", nargs="+", choices=(*MEASURES, "all"), metavar="|".join((*MEASURES, "all")))
     parser.add_argument("--model", type=Path, help="a canonical folder; the demo model if left out")
     parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--kv-cache-dtype", default="auto", metavar="DTYPE")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    config = EngineConfig(str(args.model or demo_model()), kv_cache_memory=320 << 20, threads=args.threads)
+    config = EngineConfig(
+        str(args.model or demo_model()), kv_cache_memory=320 << 20, kv_cache_dtype=args.kv_cache_dtype,
+        threads=args.threads,
+    )  # fmt: skip
     names = list(MEASURES) if "all" in args.measures else args.measures
     met = True
     for name in names:
