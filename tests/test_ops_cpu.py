@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from model.ops.cpu.build import UnavailableError, find_library
 from model.ops.cpu.native import CpuOps
 from model.ops.interface import AttentionTables, LayerKV
 from model.ops.reference import ReferenceOps
+from tests.native_ops import close, random, threads
 
 REFERENCE = ReferenceOps()
 DTYPES = (torch.float32, torch.bfloat16)
@@ -26,125 +25,6 @@ def ops() -> CpuOps:
         return CpuOps(find_library())
     except UnavailableError as reason:
         pytest.skip(str(reason))
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def close(actual: Tensor, expected: Tensor, rounding: torch.dtype) -> None:
-    """Equal up to a few units in the last place of the dtype, measured against the largest value."""
-    limit = (1e-5 if rounding == torch.float32 else 1.6e-2) * max(1.0, float(expected.float().abs().max()))
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape
-    torch.testing.assert_close(actual.float(), expected.float(), atol=limit, rtol=0)
-
-
-# ---- linear ----------------------------------------------------------------------------------------------------------
-SHAPES = [(1, 1), (31, 7), (33, 35), (49, 1), (50, 333), (96, 1536), (1000, 66), (31, 2050)]  # N, K
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_linear_agrees_with_float64(ops: CpuOps, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    weight, bias = random(*shape, dtype=dtype), random(shape[0], dtype=dtype, seed=1)
-    x = random(19, shape[1], dtype=dtype, seed=2)
-    packed = ops.pack_linear(weight, bias)
-    expected = x.double() @ weight.double().T + bias.double()
-    close(ops.linear(x, packed), expected.to(dtype), dtype)
-    close(ops.linear(x, packed, torch.float32), expected.float(), torch.float32)
-    assert packed.out_features == shape[0] and packed.nbytes >= weight.nbytes
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_of_a_linear_is_bit_equal_in_any_batch(ops: CpuOps, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x = random(250, shape[1], dtype=dtype)
-    packed = ops.pack_linear(random(*shape, dtype=dtype, seed=1), None)
-    whole = ops.linear(x, packed, torch.float32)
-    for rows in (*range(1, 40), 63, 97, 128, 200):
-        assert torch.equal(ops.linear(x[:rows], packed, torch.float32), whole[:rows]), rows
-    for seed in range(5):
-        pick = torch.randperm(250, generator=torch.Generator().manual_seed(seed))[: 7 * seed + 1]
-        assert torch.equal(ops.linear(x[pick], packed, torch.float32), whole[pick])
-    for count in (1, 2, 3):
-        with threads(count):
-            assert torch.equal(ops.linear(x, packed, torch.float32), whole), count
-
-
-def test_a_bad_row_of_a_linear_stays_alone(ops: CpuOps) -> None:
-    x, packed = random(9, 64), ops.pack_linear(random(40, 64, seed=1), None)
-    clean = ops.linear(x, packed)
-    x[4] = torch.nan
-    spoilt = ops.linear(x, packed)
-    others = torch.arange(9) != 4
-    assert torch.equal(spoilt[others], clean[others]) and spoilt[4].isnan().all()
-
-
-def test_bf16_output_rounds_to_nearest_even_and_keeps_nan(ops: CpuOps) -> None:
-    """Against torch's own cast, for every upper half and the lower halves around a tie."""
-    bits = torch.arange(-(1 << 15), 1 << 15).unsqueeze(1) << 16
-    values = (bits + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001])).flatten().to(torch.int32).view(torch.float32)
-    one = ops.pack_linear(torch.ones(1, 1), None)
-    actual = ops.linear(values.unsqueeze(1), one, torch.bfloat16).flatten()
-    expected = (values * 1.0 + 0.0).to(torch.bfloat16)
-    assert torch.equal(actual.isnan(), expected.isnan())
-    kept = ~expected.isnan()
-    assert torch.equal(actual[kept], expected[kept])
-
-
-# ---- 8-bit weights ---------------------------------------------------------------------------------------------------
-def rounded_by_row(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Whole numbers from -127 to 127 and the scale of each row, as f64."""
-    top = x.float().abs().amax(1, keepdim=True)
-    inverse = torch.full_like(top, 127).div(top)  # not 127 / top: that multiplies by a rounded reciprocal
-    return (x.float() * inverse).round().double(), (top / 127).double()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_int8_is_the_exact_product_of_rounded_values(ops: CpuOps, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    weight, bias = random(*shape, dtype=dtype), random(shape[0], dtype=dtype, seed=1)
-    x = random(19, shape[1], dtype=dtype, seed=2)
-    w_scale = weight.float().abs().amax(1, keepdim=True) / 127
-    w = (weight.float() / w_scale).round().double()
-    a, a_scale = rounded_by_row(x)
-    expected = (a @ w.T) * a_scale * w_scale.double().T + bias.double()
-    actual = ops.linear(x, ops.pack_linear(weight, bias, "int8"), torch.float32)
-    torch.testing.assert_close(actual, expected.float(), atol=1e-5, rtol=2e-6)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_an_int8_linear_is_bit_equal_in_any_batch(ops: CpuOps, dtype: torch.dtype) -> None:
-    x = random(250, 333, dtype=dtype)
-    x[3] = 0
-    packed = ops.pack_linear(random(50, 333, dtype=dtype, seed=1), None, "int8")
-    whole = ops.linear(x, packed)
-    assert torch.equal(whole[3], torch.zeros_like(whole[3]))
-    for rows in (*range(1, 41), 100, 200):
-        assert torch.equal(ops.linear(x[:rows], packed), whole[:rows]), rows
-    for count in (1, 2, 3):
-        with threads(count):
-            assert torch.equal(ops.linear(x, packed), whole), count
-    x[4, 5], x[6, 0] = torch.nan, torch.inf
-    spoilt = ops.linear(x, packed)
-    bad = torch.zeros(250, dtype=torch.bool)
-    bad[[4, 6]] = True
-    assert torch.equal(spoilt[~bad], whole[~bad]) and spoilt[bad].isnan().all()
-
-
-def test_an_unknown_quantization_is_refused(ops: CpuOps) -> None:
-    with pytest.raises(ValueError, match="int8"):
-        ops.pack_linear(random(4, 4), None, "int3")
 
 
 # ---- layer operations ------------------------------------------------------------------------------------------------

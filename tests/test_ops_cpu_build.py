@@ -134,7 +134,7 @@ def test_the_command_builds_for_a_named_cpu(small: Path, tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 def test_the_operations_are_clean_under_sanitizers(tmp_path: Path) -> None:
-    """Address and undefined behaviour: the whole of test_ops_cpu.py in a process that has the sanitizers loaded."""
+    """Address and undefined behaviour: the tests of all operations in a process that has the sanitizers loaded."""
     try:
         compiler = find_compiler()
     except UnavailableError as reason:
@@ -152,7 +152,8 @@ def test_the_operations_are_clean_under_sanitizers(tmp_path: Path) -> None:
         "ROPEWAY_CACHE": str(tmp_path),
         "ROPEWAY_KERNELS_FLAGS": "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "tests/test_ops_cpu.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
+    command += ["tests/test_ops_cpu.py", "tests/test_ops_cpu_linear.py"]
     done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "skipped" not in done.stdout, done.stdout[-2000:]

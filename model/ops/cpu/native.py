@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from model.batch import SampleBatch, Sampled
-from model.ops.cpu.packed import FloatLinear, Int8Linear, is_bf16, pointer
+from model.ops.cpu.build import UnavailableError
+from model.ops.cpu.packed import QUANTIZED, FloatLinear, Int4Linear, Int8Linear, is_bf16, pointer
 from model.ops.cpu.sampling import SIGNATURES as SAMPLING
 from model.ops.cpu.sampling import sample
 from model.ops.interface import AttentionTables, LayerKV, PackedLinear
@@ -26,6 +27,7 @@ PTR, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_
 SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "rw_linear": (PTR, INT, PTR, INT, PTR, PTR, INT, LONG, LONG, LONG),
     "rw_linear_int8": (PTR, INT, PTR, PTR, PTR, PTR, INT, LONG, LONG, LONG),
+    "rw_linear_int4": (PTR, INT, PTR, PTR, PTR, INT, LONG, LONG, LONG),
     "rw_add_rms_norm": (PTR, PTR, PTR, INT, FLOAT, LONG, LONG, PTR, PTR),
     "rw_silu_mul": (PTR, INT, LONG, LONG, PTR),
     "rw_rope_write": (PTR, PTR, PTR, INT, PTR, FLOAT, PTR, PTR, PTR, *(LONG,) * 5, PTR, PTR, INT, LONG, LONG),
@@ -41,9 +43,14 @@ class CpuOps:
     name = "cpu"
 
     def __init__(self, library: Path) -> None:
-        """library: from build.find_library(). Raises OSError if it cannot be loaded."""
+        """library: from build.find_library(). Raises OSError if it cannot be loaded, UnavailableError if wrong."""
         # torch is loaded by now, so the library's OpenMP resolves to torch's copy: one pool of threads.
         self._native = ctypes.CDLL(str(library))
+        if not self._native.rw_check_dots():
+            raise UnavailableError(
+                "this CPU's dot products of bytes or bf16 give other values than the portable form: "
+                "set ROPEWAY_KERNELS_FLAGS=-DRW_NO_DOTS to do without them"
+            )
         for name, types in SIGNATURES.items():
             function = getattr(self._native, name)
             function.argtypes, function.restype = types, None
@@ -52,18 +59,20 @@ class CpuOps:
         self.description = f"native kernels, vectors of {self._panel // 2} floats"
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> PackedLinear:
-        """quantization: None or int8. Raises ValueError for another, and for int8 of a dtype that is not native."""
-        if quantization not in (None, "int8"):
-            raise ValueError(f"quantization {quantization!r} is unknown on CPU: use int8, or leave it out")
+        """quantization: None, int8 or int4. Raises ValueError for another, and with a dtype that is not native."""
+        if quantization is not None and quantization not in QUANTIZED:
+            raise ValueError(
+                f"quantization {quantization!r} is unknown on CPU: use {', '.join(QUANTIZED)}, or leave it out"
+            )
         if weight.dtype not in NATIVE:
             return self._reference.pack_linear(weight, bias, quantization)
         wide_bias = None if bias is None else bias.float()
-        if quantization == "int8":
-            return Int8Linear.pack(weight.float(), wide_bias, self._panel)
-        return FloatLinear.pack(weight, wide_bias, self._panel)
+        if quantization is None:
+            return FloatLinear.pack(weight, wide_bias, self._panel)
+        return QUANTIZED[quantization].pack(weight.float(), wide_bias, self._panel)
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        if not isinstance(packed, (FloatLinear, Int8Linear)):
+        if not isinstance(packed, (FloatLinear, Int8Linear, Int4Linear)):
             return self._reference.linear(x, packed, out_dtype)
         assert x.shape[1] == packed.in_features and x.dtype in NATIVE, (x.shape, x.dtype, packed)
         out = torch.empty((x.shape[0], packed.out_features), dtype=out_dtype or x.dtype)

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 WORD = 4
 """Bytes of a word: 1 fp32, 2 bf16 or 4 8-bit weights of one output, K ascending."""
+GROUP = 64
+"""Inputs that share the scale of a 4-bit weight: see csrc/linear_int4.cpp."""
 MAX_INT8_INPUTS = 2**31 // (255 * 127)
 """So many products of an unsigned and a signed 8-bit value fit in a 32-bit sum."""
 
@@ -82,12 +84,58 @@ class Int8Linear:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Int4Linear:
+    """Weights rounded to 4 bits, one scale per output and GROUP inputs."""
+
+    weight: Tensor  # [panels, groups, GROUP / 8 * panel words and panel / 2 words of scales] i32
+    bias: Tensor | None  # [N] f32
+    out_features: int
+    in_features: int
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None, panel: int) -> Int4Linear:
+        """Symmetric: the largest weight of a group becomes 7. weight [N, K] f32; scales are bf16."""
+        outputs, inputs = weight.shape
+        padded = F.pad(weight, (0, -inputs % GROUP, 0, -outputs % panel))
+        groups = padded.view(padded.shape[0], -1, GROUP)
+        scale = (groups.abs().amax(2) / 7).to(torch.bfloat16)
+        codes = (groups / scale.float().clamp(min=1e-30).unsqueeze(2)).round_().clamp_(-7, 7).add_(8).to(torch.uint8)
+        halves = codes.view(*codes.shape[:2], -1, 2, WORD)  # [N, groups, steps, half, byte]
+        words = (halves[..., 0, :] | halves[..., 1, :] << 4).view(torch.int32).squeeze(3)
+        parts = (_turned(words, panel).flatten(2), _turned(scale.unsqueeze(2), panel).flatten(2).view(torch.int32))
+        return cls(torch.cat(parts, 2), bias, outputs, inputs)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def shares(self, tensor: Tensor) -> bool:
+        return False
+
+    def multiply(self, native: ctypes.CDLL, x: Tensor, out: Tensor) -> None:
+        """x [M, K], out [M, N], fp32 or bf16."""
+        native.rw_linear_int4(
+            x.data_ptr(), is_bf16(x), self.weight.data_ptr(), pointer(self.bias),
+            out.data_ptr(), is_bf16(out), x.shape[0], self.out_features, self.in_features,
+        )  # fmt: skip
+
+
+def _turned(values: Tensor, panel: int) -> Tensor:
+    """[N, groups, steps] -> [panels, groups, steps, panel]."""
+    return values.view(-1, panel, *values.shape[1:]).permute(0, 2, 3, 1).contiguous()
+
+
 def into_panels(weight: Tensor, panel: int) -> Tensor:
     """[N, K] of any width up to a word -> [panels, words of K, panel] i32; what is added to N and K is zero."""
     rows, columns = weight.shape
     padded = F.pad(weight, (0, -columns % (WORD // weight.itemsize), 0, -rows % panel))
     words = padded.contiguous().view(torch.int32)
     return words.view(-1, panel, words.shape[1]).transpose(1, 2).contiguous()
+
+
+QUANTIZED = {"int8": Int8Linear, "int4": Int4Linear}
+"""What --quantization may ask for."""
 
 
 def is_bf16(x: Tensor) -> bool:

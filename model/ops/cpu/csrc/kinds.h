@@ -2,19 +2,21 @@
 //
 // Knows neither tiles nor layers. Each Kind has PARTS multiplications a word; part i covers k that come before those of
 // part i + 1. Where the CPU multiplies pairs of bf16 or quads of bytes in one instruction, a Kind of one part uses it;
-// its portable twin is what tests run on CPUs without it (RW_EMULATE_DOTS) and what check_dots() compares it with.
+// its portable twin is what tests run on CPUs without it (RW_EMULATE_DOTS) and what check.cpp compares it with. RW_NO_DOTS
+// does without such instructions.
 #pragma once
 #include "vec.h"
 
 typedef int16_t vs __attribute__((vector_size(VEC_BYTES)));
 typedef uint16_t vus __attribute__((vector_size(VEC_BYTES)));
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(RW_NO_DOTS)
 #define RW_BF16_DOT 1
 #else
 #define RW_BF16_DOT 0
 #endif
-#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+#if !defined(RW_NO_DOTS) && \
+    ((defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(__AVXVNNI__) && !defined(__AVX512F__)))
 #define RW_BYTE_DOT 1
 #else
 #define RW_BYTE_DOT 0
@@ -77,7 +79,7 @@ static inline vi dot_bytes(vi w, vi x, vi sum) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));  // gcc 12 spills the sums of the intrinsic
     return sum;
 #elif RW_BYTE_DOT
-    asm("{vex} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
     return sum;
 #else
     return dot_bytes_portable(w, x, sum);

@@ -12,6 +12,7 @@ template <class Kind, class X, class Y>
 struct Linear {
     static constexpr bool DOTS = std::is_same_v<Kind, DotPairs>;
     using Expand = std::conditional_t<std::is_same_v<X, bf16> && !DOTS, Bf16Halves, Whole>;
+    static constexpr int TILE_ROWS = MAX_ROWS;
 
     Shape shape;
     const uint8_t* weights;
@@ -20,6 +21,7 @@ struct Linear {
     Y* y;
 
     int64_t pairs() const { return (shape.k + 1) / 2; }
+    int streams(int rows) const { return streams_for(rows); }
     int steps() const { return int(std::is_same_v<Kind, Floats> ? shape.k : pairs()); }
     size_t panel_bytes() const { return steps() * STEP_BYTES; }
     size_t row_words() const { return DOTS ? pairs() : 2 * pairs(); }

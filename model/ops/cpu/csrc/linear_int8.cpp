@@ -15,12 +15,15 @@ using Expand = std::conditional_t<HAS_BYTE_DOT, Whole, ByteHalves>;
 
 template <class X, class Y>
 struct Int8Linear {
+    static constexpr int TILE_ROWS = MAX_ROWS;
+
     Shape shape;
     const uint8_t* weights;
     const X* x;
     const float *scale, *bias;
     Y* y;
 
+    int streams(int rows) const { return streams_for(rows); }
     int steps() const { return int((shape.k + 3) / 4); }
     size_t panel_bytes() const { return steps() * STEP_BYTES; }
     size_t row_words() const { return steps() * Kind::PARTS + sizeof(Rounding) / sizeof(uint32_t); }

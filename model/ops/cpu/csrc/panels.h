@@ -1,7 +1,7 @@
 // Who computes what of a linear layer: threads share its panels, rows come in blocks of tiles.
 //
-// Knows no kind of number. A Layer brings shape, weights, row_words(), panel_bytes(), steps(), pack() and tile(); every
-// thread packs all rows for itself, which beats waiting for another to do it.
+// Knows no kind of number. A Layer brings shape, weights, TILE_ROWS, row_words(), panel_bytes(), steps(), streams(), pack()
+// and tile(); every thread packs all rows for itself, which beats waiting for another to do it.
 #pragma once
 #include <omp.h>
 
@@ -31,25 +31,24 @@ static void block(const Layer& layer, int64_t row, int m, int first, int last) {
     static thread_local Workspace space;
     size_t row_words = layer.row_words(), panel_bytes = layer.panel_bytes();
     uint32_t* packed = space.get<uint32_t>(m * row_words + SLACK);
-    int tiles = tile_count(m), at_once = tiles == 1 ? panels_together(m) : 1;
-    for (int t = 0; t < tiles; t++)
-        layer.pack(row + tile_start(m, t), tile_start(m, t + 1) - tile_start(m, t), packed + tile_start(m, t) * row_words);
+    int tiles = tile_count(m, Layer::TILE_ROWS), at_once = tiles == 1 ? layer.streams(m) : 1;
+    auto start = [&](int t) { return tile_start(m, t, Layer::TILE_ROWS); };
+    for (int t = 0; t < tiles; t++) layer.pack(row + start(t), start(t + 1) - start(t), packed + start(t) * row_words);
     for (int p = first, panels; p < last; p += panels) {
         panels = last - p < at_once ? 1 : at_once;
         const uint8_t* panel = layer.weights + p * panel_bytes;
-        for (int t = 0; t < tiles; t++) {
-            int start = tile_start(m, t), rows = tile_start(m, t + 1) - start;
-            layer.tile(packed + start * row_words, row + start, rows, p, panels,
+        for (int t = 0; t < tiles; t++)
+            layer.tile(packed + start(t) * row_words, row + start(t), start(t + 1) - start(t), p, panels,
                        ahead_of(panel, panel_bytes, layer.steps(), panels, t, tiles));
-        }
     }
 }
 
 template <class Layer>
 static void run(const Layer& layer) {
     Shape s = layer.shape;
-    int64_t fitting = BLOCK_BYTES / (layer.row_words() * sizeof(uint32_t)) / MAX_ROWS * MAX_ROWS;
-    int64_t step = fitting > 2 * MAX_ROWS ? fitting : 2 * MAX_ROWS;
+    constexpr int64_t HEIGHT = Layer::TILE_ROWS;
+    int64_t fitting = BLOCK_BYTES / (layer.row_words() * sizeof(uint32_t)) / HEIGHT * HEIGHT;
+    int64_t step = fitting > 2 * HEIGHT ? fitting : 2 * HEIGHT;
 #pragma omp parallel if (s.m * s.n * s.k > 1 << 15)
     {
         int threads = omp_get_num_threads(), me = omp_get_thread_num();

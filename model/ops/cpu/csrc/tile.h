@@ -66,16 +66,16 @@ __attribute__((noinline)) static void tile(const typename Kind::Word* x, const u
 
 // How many panels a tile takes at once: enough accumulators to hide the latency of the multiply-add.
 constexpr int panels_for(int rows, int most) { return MAX_ROWS / rows > most ? most : MAX_ROWS / rows; }
-constexpr int panels_together(int rows) { return rows > 4 ? 1 : 4 / rows; }  // of a layer: as many streams from memory
+constexpr int streams_for(int rows) { return rows > 4 ? 1 : 4 / rows; }  // panels at once that come from memory
 
 // ---- choosing the height at run time -------------------------------------------------------------------------------
 template <class Kind>
 using TileFn = void (*)(const typename Kind::Word*, const uint8_t*, size_t, int, Ahead, typename Kind::Sum*, size_t);
 
-// x interleaved: [step][part][rows]; panels: 1 or panels_together(rows).
+// x interleaved: [step][part][rows]; panels: 1 or streams_for(rows).
 template <class Kind, int ROWS = MAX_ROWS>
 static TileFn<Kind> far_tile(int rows, int panels) {
-    constexpr int TOGETHER = panels_together(ROWS);
+    constexpr int TOGETHER = streams_for(ROWS);
     if (rows == ROWS) return panels == 1 ? tile<Kind, ROWS, 1, true, 1, ROWS> : tile<Kind, ROWS, TOGETHER, true, 1, ROWS>;
     if constexpr (ROWS > 1) return far_tile<Kind, ROWS - 1>(rows, panels);
     return nullptr;
@@ -113,6 +113,6 @@ static NearFn<W> strided_tile(int rows) {
     return nullptr;
 }
 
-// Rows are cut into ceil(m / MAX_ROWS) tiles of nearly equal height; tile t starts at row tile_start(m, t).
-static inline int tile_count(int m) { return (m + MAX_ROWS - 1) / MAX_ROWS; }
-static inline int tile_start(int m, int t) { return int(int64_t(m) * t / tile_count(m)); }
+// Rows are cut into ceil(m / most) tiles of nearly equal height; tile t starts at row tile_start(m, t).
+static inline int tile_count(int m, int most = MAX_ROWS) { return (m + most - 1) / most; }
+static inline int tile_start(int m, int t, int most = MAX_ROWS) { return int(int64_t(m) * t / tile_count(m, most)); }

@@ -1,0 +1,33 @@
+"""What the tests of the native operations share: random tensors, a tolerance, a number of threads.
+
+Knows no operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(actual: Tensor, expected: Tensor, rounding: torch.dtype) -> None:
+    """Equal up to a few units in the last place of the dtype, measured against the largest value."""
+    limit = (1e-5 if rounding == torch.float32 else 1.6e-2) * max(1.0, float(expected.float().abs().max()))
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    torch.testing.assert_close(actual.float(), expected.float(), atol=limit, rtol=0)

@@ -1,0 +1,183 @@
+"""Native linear layers of every kind of weight: right within rounding, each row bit-equal whatever shares its batch.
+
+Once with what this CPU has, once with its dot-product layouts computed by their portable forms: what a CPU with such
+instructions would run, edges and all.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.ops.cpu.build import UnavailableError, find_compiler, find_library
+from model.ops.cpu.native import CpuOps
+from tests.native_ops import close, random, threads
+
+DTYPES = (torch.float32, torch.bfloat16)
+SHAPES = [(1, 1), (31, 7), (33, 35), (49, 1), (50, 333), (96, 1536), (1000, 66), (31, 2050)]  # N, K
+KINDS = (None, "int8", "int4")
+GROUP = 64
+
+
+@pytest.fixture(scope="module", params=["", "-DRW_EMULATE_DOTS"], ids=["own", "emulated"])
+def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
+    flags = f"{os.environ.get('ROPEWAY_KERNELS_FLAGS', '')} {request.param}".strip()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROPEWAY_KERNELS_FLAGS", flags)
+        try:
+            yield CpuOps(find_library())
+        except UnavailableError as reason:
+            pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear_agrees_with_float64(ops: CpuOps, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, bias = random(*shape, dtype=dtype), random(shape[0], dtype=dtype, seed=1)
+    x = random(19, shape[1], dtype=dtype, seed=2)
+    packed = ops.pack_linear(weight, bias)
+    expected = x.double() @ weight.double().T + bias.double()
+    close(ops.linear(x, packed), expected.to(dtype), dtype)
+    close(ops.linear(x, packed, torch.float32), expected.float(), torch.float32)
+    assert packed.out_features == shape[0] and packed.nbytes >= weight.nbytes
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (33, 35), (50, 333), (31, 2050)])
+def test_a_row_is_bit_equal_in_any_batch(
+    ops: CpuOps, shape: tuple[int, int], dtype: torch.dtype, quantization: str | None
+) -> None:
+    x = random(250, shape[1], dtype=dtype)
+    x[3] = 0
+    packed = ops.pack_linear(random(*shape, dtype=dtype, seed=1), None, quantization)
+    whole = ops.linear(x, packed, torch.float32)
+    assert torch.equal(whole[3], torch.zeros_like(whole[3]))
+    for rows in (*range(1, 40), 63, 97, 200):
+        assert torch.equal(ops.linear(x[:rows], packed, torch.float32), whole[:rows]), rows
+    for seed in range(5):
+        pick = torch.randperm(250, generator=torch.Generator().manual_seed(seed))[: 7 * seed + 1]
+        assert torch.equal(ops.linear(x[pick], packed, torch.float32), whole[pick])
+    for count in (1, 2, 3):
+        with threads(count):
+            assert torch.equal(ops.linear(x, packed, torch.float32), whole), count
+
+
+@pytest.mark.parametrize("quantization", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bad_row_stays_alone(ops: CpuOps, dtype: torch.dtype, quantization: str | None) -> None:
+    x, packed = random(9, 70, dtype=dtype), ops.pack_linear(random(40, 70, dtype=dtype, seed=1), None, quantization)
+    clean = ops.linear(x, packed)
+    x[4], x[6, 0] = torch.nan, torch.inf
+    spoilt = ops.linear(x, packed)
+    good = torch.ones(9, dtype=torch.bool)
+    good[[4, 6]] = False
+    assert torch.equal(spoilt[good], clean[good]) and not spoilt[~good].isfinite().any()
+
+
+def test_fp32_rows_meet_bf16_weights(ops: CpuOps) -> None:
+    weight, x = random(50, 35, dtype=torch.bfloat16), random(7, 35, seed=1)
+    expected = x.double() @ weight.double().T
+    close(ops.linear(x, ops.pack_linear(weight, None)), expected.float(), torch.float32)
+    close(
+        ops.linear(x.bfloat16(), ops.pack_linear(weight.float(), None)),
+        (x.bfloat16().double() @ weight.double().T).bfloat16(),
+        torch.bfloat16,
+    )
+
+
+def test_bf16_output_rounds_to_nearest_even_and_keeps_nan(ops: CpuOps) -> None:
+    """Against torch's own cast, for every upper half and the lower halves around a tie."""
+    bits = torch.arange(-(1 << 15), 1 << 15).unsqueeze(1) << 16
+    values = (bits + torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001])).flatten().to(torch.int32).view(torch.float32)
+    one = ops.pack_linear(torch.ones(1, 1), None)
+    actual = ops.linear(values.unsqueeze(1), one, torch.bfloat16).flatten()
+    expected = (values * 1.0 + 0.0).to(torch.bfloat16)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    kept = ~expected.isnan()
+    assert torch.equal(actual[kept], expected[kept])
+
+
+# ---- rounded weights -------------------------------------------------------------------------------------------------
+def rounded_by_row(x: Tensor) -> Tensor:
+    """x [M, K] as it is rounded on the way in: whole numbers from -127 to 127 times the scale of each row; f64."""
+    top = x.float().abs().amax(1, keepdim=True)
+    inverse = torch.full_like(top, 127).div(top)  # not 127 / top: that multiplies by a rounded reciprocal
+    return (x.float() * inverse).round().double() * (top / 127).double()
+
+
+def rounded_to_int8(weight: Tensor) -> Tensor:
+    scale = weight.float().abs().amax(1, keepdim=True) / 127
+    return (weight.float() / scale).round().double() * scale.double()
+
+
+def rounded_to_int4(weight: Tensor) -> Tensor:
+    """Groups of 64 inputs; bf16 scales."""
+    rows, columns = weight.shape
+    groups = torch.nn.functional.pad(weight.float(), (0, -columns % GROUP)).view(rows, -1, GROUP)
+    scale = (groups.abs().amax(2, keepdim=True) / 7).bfloat16().float()
+    codes = torch.where(scale > 0, groups / scale, 0).round().clamp(-7, 7)
+    return (codes.double() * scale.double()).view(rows, -1)[:, :columns]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_product_is_that_of_rounded_values(
+    ops: CpuOps, shape: tuple[int, int], dtype: torch.dtype, quantization: str
+) -> None:
+    weight, bias = random(*shape, dtype=dtype), random(shape[0], dtype=dtype, seed=1)
+    x = random(19, shape[1], dtype=dtype, seed=2)
+    rounded = {"int8": rounded_to_int8, "int4": rounded_to_int4}[quantization](weight)
+    expected = rounded_by_row(x) @ rounded.T + bias.double()
+    packed = ops.pack_linear(weight, bias, quantization)
+    close(ops.linear(x, packed, torch.float32), expected.float(), torch.float32)
+    close(ops.linear(x, packed, torch.bfloat16), expected.bfloat16(), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8 + 32 / 1024), ("int4", 4 + 16 / 64)])
+def test_rounded_weights_take_the_bytes_they_promise(ops: CpuOps, quantization: str, bits: float) -> None:
+    assert ops.pack_linear(random(576, 1024), None, quantization).nbytes == 576 * 1024 * bits / 8
+
+
+@pytest.mark.parametrize(("quantization", "limit"), [("int8", 0.02), ("int4", 0.15)])
+def test_rounding_keeps_the_product(ops: CpuOps, quantization: str, limit: float) -> None:
+    """The relative error of a product of random weights: steps of 1 / 127 or 1 / 7 of the largest."""
+    weight, x = random(64, 512), random(32, 512, seed=1)
+    exact = x @ weight.T
+    error = ops.linear(x, ops.pack_linear(weight, None, quantization)) - exact
+    assert 0 < float(error.norm() / exact.norm()) < limit
+
+
+def test_extreme_sums_do_not_saturate(ops: CpuOps) -> None:
+    """Every product at its largest, of one sign: 2 * 15 * 127 a pair for 4-bit, 255 * 127 a byte for 8-bit weights."""
+    for quantization in ("int8", "int4"):
+        for sign in (-1.0, 1.0):
+            packed = ops.pack_linear(torch.full((40, 4096), sign), None, quantization)
+            actual = ops.linear(torch.ones(3, 4096), packed)
+            torch.testing.assert_close(actual, torch.full((3, 40), sign * 4096), rtol=5e-3, atol=0)
+
+
+def test_an_unknown_quantization_is_refused(ops: CpuOps) -> None:
+    with pytest.raises(ValueError, match="int8, int4"):
+        ops.pack_linear(random(4, 4), None, "int3")
+    with pytest.raises(ValueError, match="needs native kernels"):
+        ops.pack_linear(random(4, 4).half(), None, "int8")
+
+
+# ---- instructions that could not be tried where the library was written ----------------------------------------------
+def test_a_library_whose_dot_products_are_wrong_is_refused(tmp_path: Path) -> None:
+    source, library = tmp_path / "wrong.cpp", tmp_path / "wrong.so"
+    source.write_text('extern "C" int rw_check_dots() { return 0; }\n')
+    try:
+        subprocess.run([*find_compiler(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    with pytest.raises(UnavailableError, match="RW_NO_DOTS"):
+        CpuOps(library)
