@@ -134,7 +134,7 @@ def into_panels(weight: Tensor, panel: int) -> Tensor:
     return words.view(-1, panel, words.shape[1]).transpose(1, 2).contiguous()
 
 
-QUANTIZED = {"int8": Int8Linear, "int4": Int4Linear}
+QUANTIZED: dict[str, type[Int8Linear] | type[Int4Linear]] = {"int8": Int8Linear, "int4": Int4Linear}
 """What --quantization may ask for."""
 
 
