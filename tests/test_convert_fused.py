@@ -17,6 +17,7 @@ from convert.detect import open_source
 from convert.errors import ConvertError
 from convert.pipeline import convert
 from model.config import load_config
+from server.plan.__main__ import main as main_plan
 from tests.conftest import BASE_CONFIG, KINDS, random_tensors
 from tests.convert_sources import meta_tensors
 
@@ -98,7 +99,24 @@ def test_internlm2_by_groups(heads: int, kv_heads: int, tmp_path: Path) -> None:
     assert (ours.model_type, ours.rope.kind, ours.rope.theta, ours.longest_context) == ("llama", "dynamic", 1e6, 1024)
     assert "auto_map" not in report["config"]
     rows = [row for row in report["tensors"] if row["source"] == "model.layers.1.attention.wqkv.weight"]
-    assert [row["transform"] for row in rows] == ["rows of one of q, k, v by group"] * 3
+    assert [row["transform"] for row in rows] == ["rows of one of q, k, v, by group"] * 3
+
+
+def test_what_the_converter_reads_can_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same bytes as the folder that serving would make of it."""
+    tensors = random_tensors(small())
+    sources = [
+        write_internlm2(tmp_path / "intern", small(), tensors),
+        write_litgpt(tmp_path / "lit", small(), tensors),
+        write_llama2c_torch(tmp_path / "ckpt.pt", small(), tensors),
+    ]
+    for number, source in enumerate(sources):
+        convert(source, tmp_path / f"out{number}")
+        budgets = []
+        for model in (source, tmp_path / f"out{number}"):
+            assert main_plan([str(model), "--memory", "2GiB", "--json"]) == 0
+            budgets.append(json.loads(capsys.readouterr().out)["budget"])
+        assert budgets[0] == budgets[1]
 
 
 @pytest.mark.parametrize("pickled", [True, False])
@@ -111,11 +129,20 @@ def test_internlm2_with_biases_is_converted_before_it_is_served(pickled: bool, t
     assert load_config(out).o_bias
 
 
-def test_internlm2_of_other_heads_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"num_key_value_heads": 3}, r"wqkv\.weight' \(80, 48\) does not hold 6 \+ 2 \* 3 heads of 8 rows"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected at least 1"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads is 1000000000, expected at most"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type 'ntk' is not supported"),
+    ],
+)
+def test_internlm2_that_does_not_fit_is_refused(keys: dict[str, Any], reason: str, tmp_path: Path) -> None:
     folder = write_internlm2(tmp_path / "in", small(), random_tensors(small()))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 3}))
-    with pytest.raises(ConvertError, match=r"wqkv\.weight' has 80 rows, the config needs 96"):
+    (folder / "config.json").write_text(json.dumps(config | keys))
+    with pytest.raises(ConvertError, match=reason):
         convert(folder, tmp_path / "out")
 
 
@@ -226,10 +253,15 @@ def test_litgpt_llama3_scaling_and_an_equal_head(tmp_path: Path) -> None:
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"secret": 1}, "key 'secret' = 1 is not understood"),
         ({"n_head": "six"}, "n_head is 'six', expected a positive whole number"),
+        ({"rope_base": "big"}, "rope_base is 'big', expected a positive number"),
+        ({"norm_eps": float("nan")}, "norm_eps is nan"),
+        ({"rotary_percentage": None}, "rotary_percentage is None"),
+        ({"n_head": 10**9, "n_query_groups": 10**9}, "does not hold 1000000000"),
+        ({"sliding_window_size": 8, "sliding_window_indices": 5}, "expected a list"),
         ({"norm_qk": True, "attn_bias": True}, "features of qwen3 and of qwen2 together"),
         ({"sliding_window_size": 8, "sliding_window_indices": [1, 0]}, "in some of the layers only"),
         ({"rope_adjustments": {"factor": 2.0}}, "rope_adjustments is"),
-        ({"n_query_groups": 3}, "has 80 rows, the config needs 96"),
+        ({"n_query_groups": 3}, "does not hold 6 . 2 . 3 heads of 8 rows"),
     ],
 )
 def test_litgpt_settings_that_are_not_served_are_refused(params: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -239,7 +271,9 @@ def test_litgpt_settings_that_are_not_served_are_refused(params: dict[str, Any],
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("text", ["a: [", "- 1", "!!python/object/apply:os.system ['true']", "\x00"])
+@pytest.mark.parametrize(
+    "text", ["a: [", "- 1", "!!python/object/apply:os.system ['true']", "\x00", "[" * 9999, "1: 2"]
+)
 def test_a_yaml_that_is_not_one_is_refused(text: str, tmp_path: Path) -> None:
     folder = write_litgpt(tmp_path / "lit", small(), random_tensors(small()))
     (folder / "model_config.yaml").write_text(text)

@@ -138,9 +138,9 @@ def test_nothing_heavy_is_imported(tiny_model: Any) -> None:
 
 ERRORS = [
     (["{folder}/none"], "none: no such folder or file"),
-    (["{folder}/notes.txt"], "neither a .gguf file nor a config.json"),
+    (["{folder}/notes.txt"], "not a checkpoint of a known format"),
     (["{folder}/broken.json"], "not JSON"),
-    (["{folder}"], "config.json does not exist"),
+    (["{folder}"], "no checkpoint in this folder"),
     (["{model}", "--context", "131073"], "--context 131073: .* 131072 tokens, give at most that"),
     (["{model}", "--tensor-parallel", "3"], "--tensor-parallel 3: must divide the 32 heads"),
     (["{model}", "--compare", "{folder}/none"], "none: no such folder or file"),

@@ -1,12 +1,12 @@
 """Matrices that a format keeps in one tensor, as tensors of their own; and the other way, several put on top of each
 other. Rows are moved, never changed, and each goes to exactly one place.
 
-Knows nothing of formats: which rows belong to whom is the caller's to say.
+Knows nothing of formats or names: how rows are laid out is the caller's to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,19 +25,30 @@ def grouped_rows(heads: int, kv_heads: int, head_dim: int) -> tuple[Rows, Rows, 
     return of_group[:, :share].reshape(-1), of_group[:, share].reshape(-1), of_group[:, share + 1].reshape(-1)
 
 
-def stacked_rows(*counts: int) -> tuple[Rows, ...]:
-    """Rows of matrices that lie on top of each other, of as many rows each."""
-    ends = np.cumsum(counts)
-    return tuple(np.arange(end - count, end, dtype=np.intp) for end, count in zip(ends, counts, strict=True))
+def stacked_rows(q: int, k: int, v: int) -> tuple[Rows, Rows, Rows]:
+    """Rows of q, k and v that lie on top of each other, of as many rows each."""
+    rows = np.arange(q + k + v, dtype=np.intp)
+    return rows[:q], rows[q : q + k], rows[q + k :]
 
 
-def cut(whole: SourceTensor, rows: Mapping[str, Rows], how: str) -> dict[str, SourceTensor]:
-    """target -> its rows of `whole`. Raises ConvertError unless every row of it goes to one target."""
-    taken = np.sort(np.concatenate(list(rows.values())))
-    if not np.array_equal(taken, np.arange(whole.shape[0])):
-        text = f"tensor {whole.name!r} has {whole.shape[0]} rows, the config needs {len(taken)}"
+def split_qkv(
+    whole: SourceTensor, target: str, heads: int, kv_heads: int, head_dim: int, by_group: bool
+) -> dict[str, SourceTensor]:
+    """q, k and v of `whole` (weight or bias) under the names that `target` makes with {} for the letter.
+
+    Raises ConvertError unless the heads take up all of its rows.
+    """
+    count = (heads + 2 * kv_heads) * head_dim
+    if not whole.shape or whole.shape[0] != count or heads % kv_heads:
+        text = f"tensor {whole.name!r} {whole.shape} does not hold {heads} + 2 * {kv_heads} heads of {head_dim} rows"
         raise ConvertError(text, whole.path, whole.offset)
-    return {target: _rows_of(whole, some, how) for target, some in rows.items()}
+    if by_group:
+        rows = grouped_rows(heads, kv_heads, head_dim)
+    else:
+        rows = stacked_rows(heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    assert np.array_equal(np.sort(np.concatenate(rows)), np.arange(count)), whole.name
+    how = f"rows of one of q, k, v, {'by group' if by_group else 'on top of each other'}"
+    return {target.format(letter): _rows_of(whole, some, how) for letter, some in zip("qkv", rows, strict=True)}
 
 
 def _rows_of(whole: SourceTensor, rows: Rows, how: str) -> SourceTensor:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from convert.errors import ConvertError
-from convert.formats.fused import cut, grouped_rows
+from convert.formats.fused import split_qkv
 from convert.formats.huggingface_config import with_defaults
 from convert.source import ConfigEntry, Source, SourceTensor
+from model.config import ConfigError, ModelConfig
 
 MODEL_TYPE = "internlm2"
 GLOBAL_NAMES = {
@@ -40,11 +41,7 @@ def internlm2_source(
     names: dict[str, str] = {}
     derived: dict[str, SourceTensor] = {}
     config = _config(folder, raw)
-    heads, kv_heads, head_dim = (
-        config[key].value for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
-    )
-    if heads % kv_heads:
-        raise ConvertError(f"{heads} heads do not divide by {kv_heads} key heads", folder / "config.json")
+    model = _servable(folder, config)
     for name, tensor in table.items():
         match = LAYER_NAME.fullmatch(name)
         if name in GLOBAL_NAMES:
@@ -52,14 +49,20 @@ def internlm2_source(
         elif match is not None and match[2] in LAYER_NAMES:
             names[name] = f"{match[1]}{LAYER_NAMES[match[2]]}.{match[3]}"
         elif match is not None and match[2] == FUSED:
-            targets = (f"{match[1]}self_attn.{part}_proj.{match[3]}" for part in "qkv")
-            rows = dict(zip(targets, grouped_rows(heads, kv_heads, head_dim), strict=True))
-            derived |= cut(tensor, rows, "rows of one of q, k, v by group")
+            target = f"{match[1]}self_attn.{{}}_proj.{match[3]}"
+            derived |= split_qkv(tensor, target, model.num_heads, model.num_kv_heads, model.head_dim, by_group=True)
     dropped = {name: "RoPE table, recomputed" for name in table if name.endswith("rotary_emb.inv_freq")}
     return Source(
         path=folder, format=MODEL_TYPE, architecture=MODEL_TYPE, pairing="split_half", config=config, names=names,
         table=table, raw=raw, derived=derived, dropped=dropped, tokenizer_files=tokenizer_files,
     )  # fmt: skip
+
+
+def _servable(folder: Path, config: Mapping[str, ConfigEntry]) -> ModelConfig:
+    try:
+        return ModelConfig.from_dict({key: entry.value for key, entry in config.items()})
+    except ConfigError as error:
+        raise ConvertError(str(error), folder / "config.json") from None
 
 
 def _config(folder: Path, raw: Mapping[str, Any]) -> dict[str, ConfigEntry]:

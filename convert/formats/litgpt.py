@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from convert.errors import ConvertError
-from convert.formats.fused import cut, grouped_rows, stack, stacked_rows
+from convert.formats.fused import split_qkv, stack
 from convert.formats.huggingface import tokenizer_texts
 from convert.formats.litgpt_config import litgpt_config
 from convert.formats.torch_pickle import read_torch, state_tensors
@@ -53,7 +52,7 @@ def open_litgpt(folder: Path) -> Source:
     params = _read_yaml(folder / CONFIG)
     state = read_torch(folder / WEIGHTS)
     inner = state.get("model", state)
-    if not isinstance(inner, dict):
+    if not isinstance(inner, dict) or not all(isinstance(name, str) for name in inner):
         raise ConvertError("'model' is not a dictionary of tensors", folder / WEIGHTS)
     table = state_tensors(folder / WEIGHTS, inner)
     config = litgpt_config(folder / CONFIG, params, table)
@@ -71,9 +70,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConvertError(f"longer than {LONGEST_CONFIG} bytes", path)
     try:
         value = yaml.safe_load(path.read_text("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConvertError(f"not YAML: {' '.join(str(error).split())}", path) from None
-    if not isinstance(value, dict):
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise ConvertError(f"not YAML: {' '.join(str(error).split())[:200]}", path) from None
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ConvertError("not a YAML mapping", path)
     return value
 
@@ -83,27 +82,17 @@ def _names(
 ) -> tuple[dict[str, str], dict[str, SourceTensor]]:
     names: dict[str, str] = {}
     derived: dict[str, SourceTensor] = {}
+    heads, kv_heads, head_dim = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     for name, tensor in table.items():
         match = LAYER_NAME.fullmatch(name)
         if name in GLOBAL_NAMES:
             names[name] = GLOBAL_NAMES[name]
         elif match is not None and match[2] in (GROUPED, STACKED):
-            prefix = f"model.layers.{match[1]}.self_attn."
-            rows = _attention_rows(config, match[2] == GROUPED)
-            derived |= cut(tensor, {f"{prefix}{p}_proj.{match[3]}": r for p, r in zip("qkv", rows, strict=True)}, HOW)
+            target = f"model.layers.{match[1]}.self_attn.{{}}_proj.{match[3]}"
+            derived |= split_qkv(tensor, target, heads, kv_heads, head_dim, by_group=match[2] == GROUPED)
         elif match is not None and match[2] in LAYER_NAMES:
             names[name] = f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
     return (names, derived) if config["model_type"] != "phi3" else _restacked(table, names, derived)
-
-
-HOW = "rows of one of q, k, v"
-
-
-def _attention_rows(config: Mapping[str, Any], grouped: bool) -> tuple[np.ndarray[Any, np.dtype[np.intp]], ...]:
-    heads, kv_heads, head_dim = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    if grouped:
-        return grouped_rows(heads, kv_heads, head_dim)
-    return stacked_rows(heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
 
 
 def _restacked(

@@ -66,7 +66,7 @@ def litgpt_config(path: Path, params: Mapping[str, Any], table: Mapping[str, Sou
         "head_dim": head_dim,
         "vocab_size": ConfigEntry(table["transformer.wte.weight"].shape[0], "rows of transformer.wte"),
         "max_position_embeddings": _whole(path, params, "block_size", 4096),
-        "rms_norm_eps": ConfigEntry(params.get("norm_eps", 1e-5), "norm_eps"),
+        "rms_norm_eps": ConfigEntry(_number(path, params, "norm_eps", 1e-5), "norm_eps"),
         "hidden_act": ConfigEntry("silu", "mlp_class_name"),
         "tie_word_embeddings": _tied(path, table),
         **_rope(path, params),
@@ -93,7 +93,7 @@ def _model_type(path: Path, params: Mapping[str, Any]) -> ConfigEntry:
     wanted = {
         "qwen3": bool(params.get("norm_qk")),
         "qwen2": bool(params.get("attn_bias")),
-        "phi3": params.get("rotary_percentage", 0.25) != 1.0,
+        "phi3": _number(path, params, "rotary_percentage", 0.25) != 1.0,
         "mistral": params.get("sliding_window_size") is not None,
     }
     found = [kind for kind, has in wanted.items() if has]
@@ -102,6 +102,8 @@ def _model_type(path: Path, params: Mapping[str, Any]) -> ConfigEntry:
             f"has features of {' and of '.join(found)} together, which no model that is served has", path
         )
     placed = params.get("sliding_window_indices") or [1]
+    if not isinstance(placed, list):
+        raise ConvertError(f"sliding_window_indices is {placed!r}, expected a list", path)
     stride = params.get("sliding_window_layer_stride") or params.get("sliding_window_layer_placing")
     if wanted["mistral"] and (not all(placed) or stride not in (None, 1, "all")):
         raise ConvertError("sliding windows in some of the layers only are not supported", path)
@@ -112,12 +114,12 @@ def _model_type(path: Path, params: Mapping[str, Any]) -> ConfigEntry:
 
 
 def _rope(path: Path, params: Mapping[str, Any]) -> dict[str, ConfigEntry]:
-    theta = ConfigEntry(float(params.get("rope_base", 10000)), "rope_base")
-    share = params.get("rotary_percentage", 0.25)
+    theta = ConfigEntry(_number(path, params, "rope_base", 10000), "rope_base")
+    share = _number(path, params, "rotary_percentage", 0.25)
     partial = None if share == 1.0 else ConfigEntry(share, "rotary_percentage")
-    adjustments, condense = params.get("rope_adjustments"), params.get("rope_condense_ratio", 1)
+    adjustments, condense = params.get("rope_adjustments"), _number(path, params, "rope_condense_ratio", 1)
     if adjustments is None:
-        scaling = None if condense == 1 else {"rope_type": "linear", "factor": float(condense)}
+        scaling = None if condense == 1 else {"rope_type": "linear", "factor": condense}
         return rope_entries(theta, scaling, "rope_condense_ratio", partial)
     if not isinstance(adjustments, dict) or adjustments.keys() != LLAMA3 or condense != 1:
         raise ConvertError(f"rope_adjustments is {str(adjustments)[:80]}, which is not understood", path)
@@ -141,3 +143,10 @@ def _whole(path: Path, params: Mapping[str, Any], key: str, default: int | None 
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConvertError(f"{key} is {value!r}, expected a positive whole number", path)
     return ConfigEntry(value, key)
+
+
+def _number(path: Path, params: Mapping[str, Any], key: str, default: float) -> float:
+    value = params.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ConvertError(f"{key} is {value!r}, expected a positive number", path)
+    return float(value)

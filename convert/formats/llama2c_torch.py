@@ -28,6 +28,8 @@ def open_llama2c_torch(path: Path) -> Source:
     if not isinstance(model, dict) or not isinstance(args, dict):
         text = f"a torch archive of {', '.join(list(map(str, state))[:3])}, not of model and model_args (llama2.c)"
         raise ConvertError(f"{text}: give the folder that it belongs to, with its params.json or config.json", path)
+    if not all(isinstance(key, str) for key in (*model, *args)):
+        raise ConvertError("model and model_args have keys that are not names", path)
     table = {name.removeprefix(COMPILED): tensor for name, tensor in state_tensors(path, model).items()}
     table = {name: replace(tensor, name=name) for name, tensor in table.items()}
     params: dict[str, Any] = DEFAULTS | {key: value for key, value in args.items() if key != "dropout"}

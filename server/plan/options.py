@@ -86,7 +86,7 @@ class Option:
         return f"{self.help} (env {self.variable}{known})"
 
 
-MODEL_HELP = "folder, config.json or .gguf file; the demo model if left out"
+MODEL_HELP = "folder, config.json, .gguf file or what convert reads; the demo model if left out"
 OPTIONS = (
     Option(("--context", "--max-model-len"), "TOKENS", "prompt + output; the model's longest if left out", positive),
     Option(("--concurrency", "--max-num-seqs"), "N", "requests that run at once", positive, "1"),

@@ -1,4 +1,5 @@
-"""From MODEL to a config and a table of tensors: a folder, a config.json alone, a .gguf file, or the demo model.
+"""From MODEL to a config and a table of tensors: a folder, a config.json alone, a file that the converter reads, or the
+demo model.
 
 Knows nothing of costs. Reads headers only, and never the network.
 """
@@ -16,8 +17,10 @@ from convert.formats.gguf_header import MAGIC
 from convert.formats.gguf_parts import read_headers
 from model.config import ConfigError, ModelConfig, load_config
 from server.plan.gguf_config import config_from_gguf
-from server.plan.headers import StoredTensor, from_gguf, from_safetensors
+from server.plan.headers import FLOATS, StoredTensor, from_gguf, from_safetensors
 from server.plan.shapes import tensors_of
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +53,34 @@ def open_model(model: str | None) -> PlannedModel:
         return PlannedModel(
             path.parent.resolve().name, config, tensors_of(config), "the shapes that config.json implies"
         )
-    raise ConvertError(f"neither a .gguf file nor a config.json (it starts with {start!r})", path)
+    return _open_convertible(path)
 
 
 def _open_folder(folder: Path) -> PlannedModel:
-    config, tensors = load_config(folder), from_safetensors(folder)
+    try:
+        config = load_config(folder)
+    except ConfigError:
+        if (folder / "config.json").is_file() and not any(weights for kind in WEIGHTS for weights in folder.glob(kind)):
+            raise
+        return _open_convertible(folder)
+    tensors = from_safetensors(folder)
     if tensors is None:
         return PlannedModel(folder.resolve().name, config, tensors_of(config), "the shapes that config.json implies")
     return PlannedModel(folder.resolve().name, config, tensors, "the headers of its safetensors", str(folder))
+
+
+def _open_convertible(path: Path) -> PlannedModel:
+    """What the converter would write, from the headers it would read; its readers are imported for nothing else."""
+    from convert.detect import open_source
+    from convert.plan import make_plan
+
+    source = open_source(path)
+    targets = make_plan(source)
+    tensors = tuple(StoredTensor(t.name, t.shape, FLOATS.get(t.dtype), t.nbytes) for t in targets)
+    dtype = Counter(tensor.dtype for tensor in tensors if len(tensor.shape) > 1).most_common(1)[0][0]
+    config = ModelConfig.from_dict(source.values() | {"dtype": dtype, "torch_dtype": dtype})
+    origin = f"the headers of a checkpoint of {source.format}, as the converter writes it"
+    return PlannedModel(path.stem, config, tensors, origin, str(path))
 
 
 def _open_gguf(path: Path, serve_as: str) -> PlannedModel:
