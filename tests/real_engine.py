@@ -75,10 +75,11 @@ class Setup:
         )
         late = self.overlaps or self.graphs
         last = LastTokens(self.max_num_seqs, config.vocab_size, CPU) if late else None
-        stream: Stream = StagedStream(CPU) if self.graphs else HostStream()
+        stream: Stream = HostStream()
         graphs = None
         if self.graphs and last is not None:
-            graphs = DecodeGraphs(decoder, kv, stream, last, graph_sizes(self.max_num_seqs), length)
+            stream = staged = StagedStream(CPU)
+            graphs = DecodeGraphs(decoder, kv, staged, last, graph_sizes(self.max_num_seqs), length)
             graphs.record(lambda work: work)
         runner = ModelRunner(wrap(decoder), kv, decoder.ops, config.vocab_size, stream, last, graphs)
         grammars = Grammars(folder, config.vocab_size)

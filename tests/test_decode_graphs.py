@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,11 +23,11 @@ from model.kv_cache import KVCache
 from model.ops.interface import AttentionTables, LayerKV
 from model.ops.reference import ReferenceOps
 from server.engine.core import Engine
-from server.engine.decode_graphs import PAD_SAMPLING, SIZES, DecodeRows, graph_sizes
+from server.engine.decode_graphs import SIZES, graph_sizes
+from server.engine.decode_inputs import Columns, DecodeRows, blank_rows, table_start
 from server.engine.last_tokens import ON_HOST, LastTokens
 from server.engine.messages import Row, SamplingParams, Submit
 from server.engine.runner import ModelRunner
-from server.engine.sampler import dense_part, with_dense_part
 from server.engine.stream import ALIGNMENT, StagedStream
 from tests.conftest import VOCAB_SIZE
 from tests.fake_device import finishes, outputs
@@ -56,31 +57,41 @@ def test_sizes_reach_the_first_that_holds_everybody() -> None:
     assert graph_sizes(4000) == SIZES
 
 
-def test_padding_reads_one_token_of_page_zero_and_is_greedy() -> None:
-    columns = [torch.arange(2).to(column.dtype) + 3 for column in dense_part(PAD_SAMPLING)]
-    sampling = with_dense_part(PAD_SAMPLING, columns)
+def test_a_buffer_holds_rows_then_padding_that_reads_one_token_of_page_zero() -> None:
     rows = DecodeRows(
-        torch.tensor([7, 8]), torch.tensor([ON_HOST, 1]), torch.tensor([5, 9], dtype=torch.int32),
-        [torch.tensor([[1, 2, 0], [3, 4, 5]], dtype=torch.int32)], sampling,
+        np.arange(10).reshape(5, 2), np.arange(6, dtype=np.float32).reshape(3, 2),
+        np.array([[5, 9], [40, 50]], np.int32), [np.array([[1, 2, 6], [3, 4, 5]], np.int32)] * 2,
     )  # fmt: skip
-    ids, source, kv_lens, temperature, _, top_p, *_, table = rows.padded(4)
-    assert ids.tolist() == [7, 8, 0, 0] and source.tolist() == [ON_HOST, 1, ON_HOST, ON_HOST]
-    assert kv_lens.tolist() == [5, 9, 1, 1]
-    assert temperature.tolist() == [3, 4, 0, 0] and top_p.tolist() == [3, 4, 1, 1]
-    assert table.tolist() == [[1, 2, 0], [3, 4, 5], [0, 0, 0], [0, 0, 0]]
+    buffer = torch.full((rows.nbytes(8),), 255, dtype=torch.uint8)
+    rows.write(buffer.numpy(), 8)
+    columns = Columns.of(buffer, 8)
+    assert columns.wide.tolist() == [
+        [0, 1, *[0] * 6], [2, 3, *[ON_HOST] * 6], [4, 5, *[0] * 6], [6, 7, *[0] * 6], [8, 9, *[0] * 6]
+    ]  # fmt: skip
+    assert columns.narrow.tolist() == [[5, 9, *[1] * 6], [40, 50, *[0] * 6]]
+    sampling = columns.sampling(3, 2)
+    assert sampling.temperature.tolist() == [0, 1, 0] and sampling.top_p.tolist() == [2, 3, 1]
+    assert sampling.min_p.tolist() == [4, 5, 0] and sampling.top_k.tolist() == [40, 50, 0]
+    assert sampling.seed.tolist() == [4, 5, 0] and sampling.index.tolist() == [8, 9, 0]
+    tables = buffer[table_start(8) :].view(torch.int32).view(2, 8, 3)
+    assert tables.tolist() == [[[1, 2, 6], [3, 4, 5], *[[0, 0, 0]] * 6]] * 2
+
+
+@pytest.mark.parametrize("size", SIZES[:5])
+def test_columns_begin_at_aligned_places_that_depend_on_the_size_alone(size: int) -> None:
+    columns = Columns.of(torch.zeros(blank_rows(1, 3).nbytes(size), dtype=torch.uint8), size)
+    for block in (columns.wide, columns.real, columns.narrow):
+        assert block.shape[1] >= size
+        assert all(row.storage_offset() * row.element_size() % ALIGNMENT == 0 for row in block)
+    assert table_start(size) % ALIGNMENT == 0
 
 
 def test_one_copy_carries_tensors_of_any_kind_to_aligned_places() -> None:
     tensors = [torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([[True], [False]]), torch.tensor([1.5])]
     tensors += [torch.zeros(0, 4, dtype=torch.int64), torch.tensor([[2**40, -1]])]
-    into = torch.zeros(256, dtype=torch.uint8)
-    for views in (StagedStream(CPU).upload(tensors), StagedStream(CPU).upload(tensors, into)):
-        for tensor, view in zip(tensors, views, strict=True):
-            assert view.dtype == tensor.dtype and torch.equal(view, tensor)
-            assert view.storage_offset() * view.element_size() % ALIGNMENT == 0
-    again = StagedStream(CPU).upload([tensor + tensor for tensor in tensors], into)
-    assert [view.data_ptr() for view in again] == [view.data_ptr() for view in views]
-    assert views[0].tolist() == [2, 4, 6], "recorded work must find the next inputs where the last ones were"
+    for tensor, view in zip(tensors, StagedStream(CPU).upload(tensors), strict=True):
+        assert view.dtype == tensor.dtype and torch.equal(view, tensor)
+        assert view.storage_offset() * view.element_size() % ALIGNMENT == 0
 
 
 def test_a_download_does_not_change_when_the_next_step_writes() -> None:
@@ -240,9 +251,12 @@ def test_padding_writes_the_first_slot_of_page_zero_and_nothing_else(tiny_model:
 
 
 class NoWaiting(TorchFunctionMode):
-    """Fails on everything that would make the host wait for a GPU, or copy without being told not to wait."""
+    """Fails on everything that would make the host wait for a GPU, or copy without being told not to wait.
 
-    READS = ("item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "unique", "__bool__", "__int__", "__float__")
+    numpy() is no danger: torch refuses it for a tensor of a GPU.
+    """
+
+    READS = ("item", "tolist", "cpu", "nonzero", "masked_select", "unique", "__bool__", "__int__", "__float__")
 
     def __init__(self) -> None:
         super().__init__()

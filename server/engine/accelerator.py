@@ -16,7 +16,7 @@ from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.kv_cost import KVLayout
 from server.engine.decode_graphs import Capture
-from server.engine.stream import Stream
+from server.engine.stream import StagedStream
 
 MOST_LOGPROBS = 20
 """What a sampled row may ask for at its worst."""
@@ -38,7 +38,7 @@ class Meter(Protocol):
 class Accelerator:
     """capture is None where steps cannot be recorded: the operations wait for the host."""
 
-    stream: Stream
+    stream: StagedStream
     meter: Meter
     capture: Capture | None
 

@@ -3,7 +3,7 @@
 Knows no policy and no device: recording is somebody else's (capture); a batch takes the next larger size, and the rows
 that pad it compute the token 0 at position 0 of page 0. A step is two recordings, up to the logits and from there to
 plain samples, so that rows with penalties, masks or log-probabilities replay the first and sample for themselves.
-Legend: N rows of the recording, R rows in use, P pages of the longest sequence.
+Legend: N rows of the recording, R rows in use, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from model.batch import Batch, SampleBatch, Sampled
 from model.decoder import Decoder
 from model.kv_cache import KVCache
-from server.engine.last_tokens import ON_HOST, LastTokens
-from server.engine.sampler import dense_part, with_dense_part
-from server.engine.stream import Stream, places
+from server.engine.decode_inputs import Columns, DecodeRows, blank_rows, table_start
+from server.engine.last_tokens import LastTokens
+from server.engine.stream import StagedStream
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
@@ -29,17 +28,6 @@ Capture = Callable[[Work], Work]
 
 LARGEST = 512
 SIZES = (1, 2, 4, *range(8, LARGEST + 1, 8))
-PAD_SAMPLING = SampleBatch(
-    temperature=torch.zeros(1),
-    top_k=torch.zeros(1, dtype=torch.int32),
-    top_p=torch.ones(1),
-    min_p=torch.zeros(1),
-    seed=torch.zeros(1, dtype=torch.int64),
-    choice=torch.zeros(1, dtype=torch.int64),
-    index=torch.zeros(1, dtype=torch.int64),
-    num_logprobs=-1,
-)
-"""A greedy row."""
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -48,43 +36,25 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """The inputs of R sequences that compute one token each, on the host."""
-
-    token_ids: Tensor  # [R] i64
-    source: Tensor  # [R] i64: where in LastTokens the token is, or ON_HOST
-    kv_lens: Tensor  # [R] i32, this step's token included
-    page_table: list[Tensor]  # per group [R, P] i32
-    sampling: SampleBatch  # the dense part is used
-
-    def padded(self, size: int) -> list[Tensor]:
-        """All inputs with `size` rows; the shapes of all but the tables, which come last, depend on size alone."""
-        more = size - len(self.token_ids)
-        ids, source = pad(self.token_ids, (0, more)), pad(self.source, (0, more), value=ON_HOST)
-        columns = zip(dense_part(self.sampling), dense_part(PAD_SAMPLING), strict=True)
-        return [
-            ids,
-            source,
-            pad(self.kv_lens, (0, more), value=1),
-            *(torch.cat((column, blank.expand(more))) for column, blank in columns),
-            *(pad(table, (0, 0, 0, more)) for table in self.page_table),
-        ]
-
-
-@dataclass(frozen=True, slots=True)
 class Recording:
-    """One batch size. sampling: its columns where every replay finds them."""
+    """One batch size. columns: where every replay finds its inputs."""
 
     forward: Work
     sample: Work
-    sampling: SampleBatch
+    columns: Columns
 
 
 class DecodeGraphs:
     """All sizes, over one set of buffers."""
 
     def __init__(
-        self, decoder: Decoder, kv: KVCache, stream: Stream, last: LastTokens, sizes: tuple[int, ...], max_len: int
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        stream: StagedStream,
+        last: LastTokens,
+        sizes: tuple[int, ...],
+        max_len: int,
     ) -> None:
         """max_len: tokens of the longest sequence."""
         rows, groups, pages = sizes[-1], len(kv.layout.groups), kv.layout.pages_for(max_len)
@@ -97,7 +67,7 @@ class DecodeGraphs:
         self._recordings: dict[int, Recording] = {}
         device = stream.device
         self._tables = [torch.zeros(rows, pages, dtype=torch.int32, device=device) for _ in range(groups)]
-        self._inputs = torch.zeros(places(self._blank(rows, pages))[-1], dtype=torch.uint8, device=device)
+        self._inputs = torch.zeros(blank_rows(groups, pages).nbytes(rows), dtype=torch.uint8, device=device)
         self._each = torch.arange(rows + 1, device=device)  # [N + 1] i64
         self._starts = self._each.int()
         self._logits = torch.zeros(rows, decoder.config.vocab_size, device=device)
@@ -107,26 +77,21 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._recordings)
 
-    def _blank(self, rows: int, pages: int) -> list[Tensor]:
-        """The inputs of nothing but padding."""
-        none, tables = torch.zeros(0, dtype=torch.int64), torch.zeros(0, pages, dtype=torch.int32)
-        sampling = with_dense_part(PAD_SAMPLING, [column[:0] for column in dense_part(PAD_SAMPLING)])
-        return DecodeRows(none, none, none.int(), [tables] * len(self._kv.layout.groups), sampling).padded(rows)
-
     # ---- recording ----------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def record(self, capture: Capture) -> None:
         """Record every size, the largest first: what it needs serves the smaller ones too."""
+        blank = blank_rows(len(self._tables), 1)
         for size in reversed(self._sizes):
-            token_ids, source, kv_lens, *rest = self._stream.upload(self._blank(size, 1), self._inputs)
-            columns = rest[: len(dense_part(PAD_SAMPLING))]
-            sampling = with_dense_part(PAD_SAMPLING, columns)
-            forward = self._forward_of(token_ids, source, kv_lens)
-            self._recordings[size] = Recording(capture(forward), capture(self._sample_of(sampling)), sampling)
+            self._send(blank, size)
+            columns = Columns.of(self._inputs, size)
+            forward, sample = self._forward_of(columns, size), self._sample_of(columns.sampling(size, -1))
+            self._recordings[size] = Recording(capture(forward), capture(sample), columns)
 
-    def _forward_of(self, token_ids: Tensor, source: Tensor, kv_lens: Tensor) -> Work:
-        size = len(token_ids)
+    def _forward_of(self, columns: Columns, size: int) -> Work:
+        token_ids, source = columns.wide[0, :size], columns.wide[1, :size]
+        kv_lens = columns.narrow[0, :size]
 
         def forward() -> None:
             positions = kv_lens.long() - 1
@@ -165,20 +130,32 @@ class DecodeGraphs:
 
     def forward(self, rows: DecodeRows, size: int) -> None:
         """Inputs to the device and everything up to the logits."""
-        views = self._stream.upload(rows.padded(size), self._inputs)
-        for static, table in zip(self._tables, views[-len(self._tables) :], strict=True):
-            static[:size, : table.shape[1]].copy_(table)
+        self._send(rows, size)
         self._recordings[size].forward()
+
+    def _send(self, rows: DecodeRows, size: int) -> None:
+        """One copy; then tables, packed as narrow as they are, go to where the recordings look for them."""
+        staged = self._stream.staging(rows.nbytes(size))
+        rows.write(staged.numpy(), size)
+        self._stream.send(staged, self._inputs)
+        start = table_start(size)
+        for static, table in zip(self._tables, rows.page_table, strict=True):
+            pages, end = table.shape[1], start + 4 * size * table.shape[1]
+            static[:size, :pages].copy_(self._inputs[start:end].view(torch.int32).view(size, pages))
+            start = end
 
     def sample_plain(self, num_rows: int, size: int) -> Sampled:
         """Tokens of the first num_rows rows."""
         self._recordings[size].sample()
         return Sampled(self._ids[:num_rows].clone(), self._finite[:num_rows].clone(), None, None, None)
 
-    def unsampled(self, num_rows: int, size: int) -> tuple[Tensor, list[Tensor]]:
-        """Logits [R, V] of the last forward, which may be overwritten, and the columns [R] of its sampling."""
-        columns = dense_part(self._recordings[size].sampling)
-        return self._logits[:num_rows], [column[:num_rows] for column in columns]
+    def logits(self, num_rows: int) -> Tensor:
+        """[R, V] of the last forward, which may be overwritten."""
+        return self._logits[:num_rows]
+
+    def sampling(self, num_rows: int, size: int, num_logprobs: int) -> SampleBatch:
+        """The dense part of the last forward's sampling, on the device."""
+        return self._recordings[size].columns.sampling(num_rows, num_logprobs)
 
 
 def slots_at(table: Tensor, positions: Tensor, page_size: int) -> Tensor:

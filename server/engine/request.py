@@ -186,6 +186,13 @@ class Request:
         return self.is_penalised or bool(self.params.bad_words) or self.sequences[0].matcher is not None
 
     @cached_property
+    def adjusts_logits(self) -> bool:
+        """The model's logits may be changed before a token is drawn from them."""
+        params = self.params
+        listed = params.logit_bias or params.allowed_token_ids or params.min_tokens > 0
+        return bool(listed) or self.needs_history
+
+    @cached_property
     def generates(self) -> bool:
         return self.kind == "generate" and self.params.max_tokens > 0
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from model.batch import Batch, Sampled
 from model.kv_cache import KVCache
 from model.ops.interface import Ops
-from server.engine.decode_graphs import DecodeGraphs, DecodeRows
+from server.engine.decode_graphs import DecodeGraphs
+from server.engine.decode_inputs import DecodeRows
 from server.engine.last_tokens import ON_HOST, LastTokens
 from server.engine.launched_step import LaunchedStep, Part
 from server.engine.plan import PlanRow, StepPlan
@@ -26,10 +27,9 @@ from server.engine.sampler import (
     ScoredPrompt,
     adjusted,
     is_plain,
+    most_logprobs,
     prompt_batch,
     sample_batch,
-    sample_columns,
-    with_dense_part,
 )
 from server.engine.stream import Stream
 
@@ -101,36 +101,35 @@ class ModelRunner:
         return self._run(rows[:half]) + self._run(rows[half:])
 
     def _forward(self, rows: list[PlanRow]) -> Part:
-        packed = pack(rows, len(self._kv.layout.groups), self._kv.layout.page_size)
         size = self._graphs.size_for(len(rows)) if self._graphs is not None and decodes_only(rows) else None
-        part = Part(rows, samples=packed.samples)
         if self._graphs is not None and size is not None:
-            part.sampled = self._replay(self._graphs, packed, rows, size)
+            part = self._replay(self._graphs, rows, size)
         else:
-            self._run_eagerly(part, packed)
+            part = self._run_eagerly(rows)
         if part.sampled is not None:
             part.on_host = self._download(part.sampled)
         return part
 
-    def _replay(self, graphs: DecodeGraphs, packed: PackedRows, rows: list[PlanRow], size: int) -> Sampled:
-        source = torch.from_numpy(graphs.last.sources(rows))
-        tables = [torch.from_numpy(table) for table in packed.page_table]
-        columns = sample_columns(packed.samples)
-        inputs = torch.from_numpy(packed.token_ids), source, torch.from_numpy(packed.kv_lens), tables, columns
-        graphs.forward(DecodeRows(*inputs), size)
-        batch = adjusted(columns, packed.samples, self._vocab_size, self._stream)
+    def _replay(self, graphs: DecodeGraphs, rows: list[PlanRow], size: int) -> Part:
+        samples, count = sampled_rows(rows), len(rows)
+        tables = [page_table(rows, group) for group in range(len(self._kv.layout.groups))]
+        kv_lens = np.array([row.end for row in rows], np.int32)
+        graphs.forward(DecodeRows.of(token_ids(rows), graphs.last.sources(rows), kv_lens, tables, samples), size)
+        columns = graphs.sampling(count, size, most_logprobs(samples))
+        batch = adjusted(columns, samples, self._vocab_size, self._stream)
         if is_plain(batch):
-            return graphs.sample_plain(len(rows), size)
-        logits, on_device = graphs.unsampled(len(rows), size)
-        return self._ops.sample(logits, with_dense_part(batch, on_device))
+            return Part(rows, samples, graphs.sample_plain(count, size))
+        return Part(rows, samples, self._ops.sample(graphs.logits(count), batch))
 
-    def _run_eagerly(self, part: Part, packed: PackedRows) -> None:
-        batch = self._to_device(packed, part.rows)
+    def _run_eagerly(self, rows: list[PlanRow]) -> Part:
+        packed = pack(rows, len(self._kv.layout.groups), self._kv.layout.page_size)
+        part = Part(rows, packed.samples)
+        batch = self._to_device(packed, rows)
         hidden = self._model.hidden(batch, self._kv)  # [T, D]
         if packed.samples:
             logits = self._model.logits(hidden.index_select(0, batch.logits_rows))
             part.sampled = self._ops.sample(logits, sample_batch(packed.samples, self._vocab_size, self._stream))
-        for index, row in enumerate(part.rows):
+        for index, row in enumerate(rows):
             own = hidden[int(packed.q_starts[index]) : int(packed.q_starts[index + 1])]
             request = row.sequence.request
             if targets := scored_tokens(row):
@@ -139,6 +138,7 @@ class ModelRunner:
                 part.states[index] = self._stream.download(own)
             elif not request.generates and row.end == request.prompt_len:
                 part.states[index] = self._stream.download(own[-1:])
+        return part
 
     def _to_device(self, packed: PackedRows, rows: list[PlanRow]) -> Batch:
         columns = [packed.token_ids, packed.positions, packed.kv_lens, packed.q_starts, packed.logits_rows]
@@ -237,8 +237,13 @@ def pack(rows: list[PlanRow], num_groups: int, page_size: int) -> PackedRows:
         kv_lens=ends.astype(np.int32),
         q_starts=q_starts.astype(np.int32),
         logits_rows=np.repeat(q_starts[1:] - 1, [len(row.samples) for row in rows]),
-        samples=[(choice, choice.num_output + choice.num_in_flight - 1) for row in rows for choice in row.samples],
+        samples=sampled_rows(rows),
     )
+
+
+def sampled_rows(rows: list[PlanRow]) -> list[tuple[Sequence, int]]:
+    """[R] (sequence, index of the output token)"""
+    return [(choice, choice.num_output + choice.num_in_flight - 1) for row in rows for choice in row.samples]
 
 
 def token_ids(rows: list[PlanRow]) -> NDArray[np.int64]:

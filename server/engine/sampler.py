@@ -45,7 +45,7 @@ def sample_columns(rows: list[tuple[Sequence, int]]) -> SampleBatch:
         seed=torch.tensor([p.seed for p in params], dtype=torch.int64),
         choice=torch.tensor([sequence.choice for sequence, _ in rows], dtype=torch.int64),
         index=torch.tensor([index for _, index in rows], dtype=torch.int64),
-        num_logprobs=max(_num_logprobs(sequence) for sequence, _ in rows),
+        num_logprobs=most_logprobs(rows),
     )
 
 
@@ -54,6 +54,8 @@ def adjusted(columns: SampleBatch, rows: list[tuple[Sequence, int]], vocab_size:
 
     Masks of grammars take a while: a device computes the forward meanwhile.
     """
+    if not any(sequence.request.adjusts_logits for sequence, _ in rows):
+        return columns
     parts = {
         "bias": _triple([_bias(sequence, index) for sequence, index in rows]),
         "allowed": _allowed(rows, vocab_size),
@@ -82,6 +84,11 @@ def dense_part(batch: SampleBatch) -> list[Tensor]:
 def with_dense_part(batch: SampleBatch, columns: list[Tensor]) -> SampleBatch:
     changes: dict[str, Any] = dict(zip(DENSE, columns, strict=True))
     return replace(batch, **changes)
+
+
+def most_logprobs(rows: list[tuple[Sequence, int]]) -> int:
+    """See SampleBatch.num_logprobs."""
+    return max(_num_logprobs(sequence) for sequence, _ in rows)
 
 
 def _num_logprobs(sequence: Sequence) -> int:

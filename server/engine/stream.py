@@ -28,8 +28,8 @@ class Stream(Protocol):
 
     device: torch.device
 
-    def upload(self, tensors: Sequence[Tensor], into: Tensor | None = None) -> list[Tensor]:
-        """Host tensors on the device, by one copy. into: [N] u8 there, for addresses that depend on sizes alone."""
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Host tensors on the device, by one copy."""
         ...
 
     def download(self, tensor: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class HostStream:
 
     device = torch.device("cpu")
 
-    def upload(self, tensors: Sequence[Tensor], into: Tensor | None = None) -> list[Tensor]:
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
 
     def download(self, tensor: Tensor) -> Tensor:
@@ -75,15 +75,20 @@ class StagedStream:
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
 
-    def upload(self, tensors: Sequence[Tensor], into: Tensor | None = None) -> list[Tensor]:
+    def staging(self, nbytes: int) -> Tensor:
+        """[N] u8 on the host, to be filled and sent."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned)
+
+    def send(self, staged: Tensor, into: Tensor) -> None:
+        """staged [N] u8 to the first N bytes of into, a buffer on the device."""
+        into[: len(staged)].copy_(staged, non_blocking=True)
+
+    def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         starts = places(tensors)
-        staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=self.pinned)
+        staged = self.staging(starts[-1])
         for tensor, view in zip(tensors, _views(staged, starts, tensors), strict=True):
             view.copy_(tensor)
-        if into is None:
-            return _views(staged.to(self.device, non_blocking=True), starts, tensors)
-        into[: starts[-1]].copy_(staged, non_blocking=True)
-        return _views(into, starts, tensors)
+        return _views(staged.to(self.device, non_blocking=True), starts, tensors)
 
     def download(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=True, copy=True)  # into pinned memory if it comes from a GPU

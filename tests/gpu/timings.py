@@ -10,16 +10,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
-from model.batch import SampleBatch
 from model.ops.interface import AttentionTables, LayerKV
 from server.engine.accelerator import filler_batch
 from server.engine.core import Engine
-from server.engine.decode_graphs import PAD_SAMPLING, DecodeGraphs, DecodeRows
-from server.engine.last_tokens import ON_HOST
+from server.engine.decode_graphs import DecodeGraphs
+from server.engine.decode_inputs import PAD_NARROW, PAD_REAL, PAD_WIDE, DecodeRows
 from server.engine.messages import SamplingParams, Submit
-from server.engine.sampler import dense_part, with_dense_part
 from tests.gpu.models import PAGE_SIZE, Rig, config_of, random_decoder
 from tests.gpu.visit import Visit
 
@@ -49,18 +48,13 @@ def rig_of(visit: Visit, name: str, tokens: int, max_num_seqs: int, max_len: int
     return Rig.of(visit, decoder, tokens, max_num_seqs, max_len)
 
 
-def greedy(rows: int) -> SampleBatch:
-    return with_dense_part(PAD_SAMPLING, [column.expand(rows).contiguous() for column in dense_part(PAD_SAMPLING)])
-
-
 def decode_rows(rig: Rig, rows: int, kv_len: int) -> DecodeRows:
-    """Sequences of kv_len tokens on pages of their own, in a random order."""
+    """Greedy sequences of kv_len tokens on pages of their own, in a random order."""
     pages = rig.layout.pages_for(kv_len)
-    table = (torch.randperm(rows * pages) + 1).view(rows, pages).int()
-    return DecodeRows(
-        torch.randint(0, rig.decoder.config.vocab_size, (rows,)), torch.full((rows,), ON_HOST),
-        torch.full((rows,), kv_len, dtype=torch.int32), [table] * len(rig.layout.groups), greedy(rows),
-    )  # fmt: skip
+    table = (np.random.default_rng(0).permutation(rows * pages) + 1).astype(np.int32).reshape(rows, pages)
+    wide, real, narrow = PAD_WIDE.repeat(rows, 1), PAD_REAL.repeat(rows, 1), PAD_NARROW.repeat(rows, 1)
+    wide[0], narrow[0] = np.arange(rows) % rig.decoder.config.vocab_size, kv_len
+    return DecodeRows(wide, real, narrow, [table] * len(rig.layout.groups))
 
 
 def decode_seconds(rig: Rig, graphs: DecodeGraphs, rows: int, kv_len: int) -> float:
