@@ -10,9 +10,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from server.config import add_options, misspelled, read_config
-from server.version import ropeway_version
-
 COMMANDS = {
     "serve": "serve a model over HTTP",
     "chat": "talk to a server",
@@ -26,6 +23,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line up to the name of the command: each reads the rest itself."""
+    from server.version import ropeway_version
+
     parser = argparse.ArgumentParser(
         prog="ropeway",
         description="Serve decoder-only language models.",
@@ -66,6 +65,8 @@ def run_command(command: str, arguments: list[str]) -> int:
 
 
 def main_serve(arguments: list[str]) -> int:
+    from server.config import add_options, misspelled, read_config
+
     parser = argparse.ArgumentParser(
         prog="ropeway serve",
         usage="ropeway serve [MODEL] [options]   (--help lists them)",

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from server.config import ServeConfig, add_options, env_name, flag_name, markdown_table, parse_size, read_config
+from server.config import ServeConfig, add_options, env_name, flag_name, markdown_table, read_config
 from server.engine.messages import EngineConfig
+from server.sizes import parse_size
 
 
 def read(*flags: str, **environment: str) -> ServeConfig:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from model.kv_cost import DTYPE_ALIASES, DTYPE_BYTES
-from server.config import parse_size
 from server.plan.lengths import Lengths
+from server.sizes import parse_size
 
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "float16")
 PICTURES = (".png", ".svg", ".pdf")
