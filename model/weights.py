@@ -25,6 +25,7 @@ Progress = Callable[[int, int], None]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+HEAD_QUANTIZATION = "int8"
 
 
 def load_decoder(
@@ -40,7 +41,8 @@ def load_decoder(
     """Read the safetensors of folder. max_positions: the longest context that will be served, which the rotary table
     covers and some scalings go by (the model's own length by default).
 
-    quantization applies to the layers, not to the head. Raises WeightsError; its message names file and tensor.
+    quantization applies to the layers; the head is then rounded to 8 bits, embedding and norms stay.
+    Raises WeightsError; its message names file and tensor.
     """
     reader = _Reader(Checkpoint.open(folder), config, ops, device, dtype, quantization)
     embedding = reader.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
@@ -114,14 +116,18 @@ class _Reader:
     def head(self, embedding: Tensor) -> tuple[PackedLinear, tuple[str, ...]]:
         """The output matrix: the embedding if the config ties them, unless the file says otherwise."""
         if self.config.tie_word_embeddings and HEAD not in self.checkpoint:
-            return self.ops.pack_linear(embedding, None), ()
+            return self.packed_head(embedding), ()
         weight = self.tensor(HEAD, self.config.vocab_size, self.config.hidden_size)
         if not self.config.tie_word_embeddings:
-            return self.ops.pack_linear(weight, None), ()
+            return self.packed_head(weight), ()
         if torch.equal(weight, embedding):
-            return self.ops.pack_linear(embedding, None), ()
+            return self.packed_head(embedding), ()
         warning = f"config.json ties the embeddings, but {HEAD} differs from {EMBEDDING}: {HEAD} is used"
-        return self.ops.pack_linear(weight, None), (warning,)
+        return self.packed_head(weight), (warning,)
+
+    def packed_head(self, weight: Tensor) -> PackedLinear:
+        """Never below 8 bits: the logits are what sampling sees."""
+        return self.ops.pack_linear(weight, None, None if self.quantization is None else HEAD_QUANTIZATION)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -55,7 +55,11 @@ class ServeConfig:
         "of weights and activations; auto: on a CPU bfloat16, else the checkpoint's, bfloat16 for float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    quantization: str | None = option(None, "of the weights at load time; none so far")
+    quantization: str | None = option(
+        None,
+        "round the layers' weights while loading, the head to int8 with either; on a CPU",
+        choices=("int8", "int4"),
+    )
     page_size: int = option(16, "tokens of a KV page", int, at_least=1)
     kv_cache_memory: int | None = option(
         None, "bytes of the KV pool, e.g. 2GiB; sized from free memory if left out", parse_size, at_least=1
@@ -113,7 +117,7 @@ class ServeConfig:
         for item in fields(self):
             value = getattr(self, item.name)
             choices, at_least = item.metadata["choices"], item.metadata["at_least"]
-            if choices and value not in choices:
+            if choices and value is not None and value not in choices:
                 raise ValueError(f"--{flag_name(item.name)} {value}: not one of {', '.join(choices)}")
             if at_least is not None and value is not None and not value >= at_least:
                 raise ValueError(f"--{flag_name(item.name)} {value}: must be at least {at_least:g}")

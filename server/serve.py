@@ -198,13 +198,21 @@ def start_lines(service: Service, info: EngineInfo, url: str) -> list[str]:
         f"ropeway: KV cache {mib(info.kv_bytes_predicted)} predicted, {mib(info.kv_bytes_allocated)} allocated, "
         f"{mib(info.kv_bytes_resident)} resident; "
         f"weights {mib(info.weights_bytes)}; engine process {mib(info.rss_bytes)}",
-        f"ropeway: {name} on {info.device} ({info.backend}, {info.dtype}, KV {info.kv_dtype}, {info.threads} threads); "
+        f"ropeway: {name} on {info.device} ({info.backend}, {kind_of_weights(info)}, KV {info.kv_dtype}, "
+        f"{info.threads} threads); "
         f"context {info.max_model_len} tokens, {capacity} tokens in the pool;{defaults} ready at {url}",
         *graph_lines(info),
         *(f"ropeway: warning: {warning}" for warning in info.warnings),
         f"ropeway: batch invariance {invariance}",
         f"curl -N {url}/v1/{path} -H 'Content-Type: application/json' -d '{body}'",
     ]
+
+
+def kind_of_weights(info: EngineInfo) -> str:
+    """The dtype, and what weights were rounded to."""
+    if info.quantization is None:
+        return info.dtype
+    return f"{info.dtype}, weights {info.quantization}" + (", head int8" if info.quantization != "int8" else "")
 
 
 def graph_lines(info: EngineInfo) -> list[str]:

@@ -102,14 +102,15 @@ def test_chat_says_why_it_cannot(scripted: LiveServer) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--quantization", "int8"], "--quantization int8: weights are served unquantised"),
+        (["--quantization", "int8"], "--quantization int8: needs the native CPU kernels; here are torch operations"),
+        (["--quantization", "int4", "--dtype", "float16"], "--quantization int4: needs the native CPU kernels"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2: a model is served by 1 device"),
     ],
 )
 def test_a_setting_that_is_not_served_is_refused_not_ignored(
     tiny_model: Callable[..., Path], flags: list[str], message: str
 ) -> None:
-    done = ropeway("serve", str(tiny_model()), "--port", "0", *flags)
+    done = ropeway("serve", str(tiny_model()), "--port", "0", *flags, ROPEWAY_KERNELS="off")
     assert done.returncode == 1 and done.stderr.startswith(f"ropeway: {message}") and done.stderr.count("\n") == 1
 
 

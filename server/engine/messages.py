@@ -251,6 +251,7 @@ class EngineInfo:
     graphs: int = 0
     graph_seconds: float = 0.0
     graph_bytes: int = 0
+    quantization: str | None = None
 
     def stats_at_start(self) -> EngineStats:
         """What holds until the first step: every page is free."""

@@ -135,6 +135,7 @@ class Machine:
             device=str(self.device),
             dtype=self.dtype,
             kv_dtype=layout.groups[0].dtype,
+            quantization=self.config.quantization,
             backend=why(self.device, layout.groups[0].dtype),
             threads=torch.get_num_threads(),
             batch_invariant=self.device.type == "cpu" or self.config.batch_invariant,
@@ -193,8 +194,6 @@ def _refuse_unserved(config: EngineConfig) -> None:
         )
     if config.tensor_parallel_size != 1:
         raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: a model is served by 1 device so far")
-    if config.quantization is not None:
-        raise ConfigError(f"--quantization {config.quantization}: weights are served unquantised so far; leave it out")
 
 
 def _assemble(config: EngineConfig, phases: Phases, accelerator: Accelerator | None) -> Machine:
@@ -229,6 +228,8 @@ def _operations(config: EngineConfig, device: torch.device) -> Ops:
     ops = ops_for(device, config.batch_invariant)
     if config.batch_invariant and device.type != "cpu" and ops.name == "reference":
         raise ConfigError("--batch-invariant: torch's own operations are not, on a GPU; install triton (ropeway[gpu])")
+    if config.quantization is not None and ops.name != "cpu":
+        raise ConfigError(f"--quantization {config.quantization}: needs the native CPU kernels; here are {why(device)}")
     return ops
 
 
@@ -259,6 +260,8 @@ def _dtype(config: EngineConfig, model: ModelConfig, ops: Ops, device: torch.dev
         return served_dtype(model.dtype)
     if config.dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {config.dtype!r} is unknown: use auto, float32, bfloat16 or float16")
+    if config.quantization is not None and config.dtype == "float16":
+        raise ConfigError(f"--quantization {config.quantization}: needs --dtype bfloat16 or float32, not float16")
     return config.dtype
 
 
