@@ -58,8 +58,8 @@ def status(reason: str | None) -> int:
 async def show_version(request: Request) -> dict[str, Any]:
     """What runs here."""
     info = service_of(request).info
-    facts = ("device", "dtype", "quantization", "kv_dtype", "backend", "threads", "batch_invariant", "max_model_len")
-    facts += ("prefix_caching",)
+    compute = ("device", "dtype", "quantization", "kv_dtype", "backend", "threads", "batch_invariant")
+    facts = (*compute, "max_model_len", "prefix_caching")
     return {"version": ropeway_version()} | {name: getattr(info, name) for name in facts if info is not None}
 
 
