@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from convert.atomic import exclusive
+from convert.canonical import is_canonical
 from convert.errors import ConvertError
 from convert.formats.gguf_parts import part_files
-from convert.formats.huggingface import is_canonical, read_json
+from convert.json_file import read_json
 from convert.pipeline import convert as run_conversion
 from convert.report import CONVERTER_VERSION, REPORT_FILE
 

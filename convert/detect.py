@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from convert.canonical import is_huggingface
 from convert.errors import ConvertError
 from convert.formats.gguf_header import MAGIC
 from convert.formats.gguf_model import open_gguf
-from convert.formats.huggingface import is_huggingface, open_huggingface
+from convert.formats.huggingface import open_huggingface
 from convert.formats.huggingface_bin import is_huggingface_bin, open_huggingface_bin
 from convert.formats.litgpt import is_litgpt, open_litgpt
 from convert.formats.llama2c import is_llama2c, open_llama2c

@@ -97,8 +97,8 @@ class TensorReading:
 
 def source_reading(source: Source) -> TensorReading:
     """The source as its own runtime reads it. Raises ConvertError for a format without an independent reading."""
-    if source.format in ("huggingface", "huggingface-bin"):
-        return canonical_reading(source.table, {**source.values(), **source.raw})
+    if source.format.startswith("huggingface"):
+        return canonical_reading({**source.table, **source.derived}, {**source.values(), **source.raw})
     if source.format == "gguf":
         return _gguf_reading(source.table, source.raw)
     if source.format in ("meta", "mistral") or source.format.startswith("llama2c"):

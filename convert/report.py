@@ -42,10 +42,11 @@ def is_lossless(targets: Sequence[Target]) -> bool:
 
 
 def _row(target: Target, digest: str) -> dict[str, Any]:
-    return {
+    row = {
         "source": target.source.name, "stored": target.source.stored, "target": target.name, "dtype": target.dtype,
         "shape": list(target.shape), "transform": target.transform, "sha256": digest,
     }  # fmt: skip
+    return row | ({"parts": list(target.source.parts)} if target.source.parts else {})
 
 
 def table(report: Mapping[str, Any]) -> list[str]:

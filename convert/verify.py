@@ -20,8 +20,9 @@ from tokenizers import Tokenizer
 from convert.detect import open_source
 from convert.dtypes import Float32, raw_bytes
 from convert.errors import ConvertError
-from convert.formats.huggingface import open_huggingface, read_json
+from convert.formats.huggingface import open_huggingface
 from convert.forward import logits
+from convert.json_file import read_json
 from convert.readings import TensorReading, source_reading
 from convert.report import REPORT_FILE
 from convert.rope_pairing import Pairing, PairingEvidence, Verdict, detect_pairing

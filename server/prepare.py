@@ -11,11 +11,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from convert.canonical import needs_conversion
+from convert.errors import ConvertError
 from server.engine.messages import Progress
 from server.engine_process import start_deaf
 from server.service import StartupError
 
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model*"]
+NOT_FROM_HUB = ["*/*", "consolidated*"]
+"""Other forms of the same weights: the makers' own, beside or below those that transformers reads."""
 
 
 async def prepare(model: str | None, on_progress: Callable[[Progress], None]) -> Path:
@@ -37,8 +41,13 @@ async def prepare(model: str | None, on_progress: Callable[[Progress], None]) ->
 
 
 def is_servable(folder: Path) -> bool:
-    """A Hugging Face folder of safetensors; one of pickles has a config.json as well, and is converted."""
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    """A Hugging Face folder of plain safetensors; pickles and quantised weights have a config.json too: converted."""
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        return False
+    try:
+        return not needs_conversion(folder)
+    except ConvertError as error:
+        raise StartupError(str(error)) from None
 
 
 def check_exists(model: str | None) -> None:
@@ -76,18 +85,42 @@ def canonical_folder(model: str | None, on_progress: Callable[[Progress], None])
     from convert.cache import ensure_canonical
     from convert.demo import demo_model_file
 
-    if model is not None and not Path(model).exists():
-        return download(model)
-    source = demo_model_file() if model is None else Path(model)
+    if model is None:
+        source = demo_model_file()
+    else:
+        source = Path(model) if Path(model).exists() else download(model)
+        if is_servable(source):
+            return source
     return ensure_canonical(source, progress=lambda detail: on_progress(Progress("convert", detail)))
 
 
 def download(model: str) -> Path:
-    """HF_TOKEN, HF_HOME and HF_HUB_OFFLINE are honoured by the library itself."""
+    """The folder of a hub id, fetched where it is not here. HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE are
+    honoured by the library itself. Raises StartupError.
+    """
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise StartupError(f"no {model} here, and the hub does not give it: {reason}") from None
+        folder = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=NOT_FROM_HUB))
+    except Exception as error:  # of the library, its HTTP client and the disk
+        raise StartupError(hub_refusal(model, error)) from None
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise StartupError(
+            f"{model} on the hub has no config.json with *.safetensors: download and convert it yourself"
+        )
+    return folder
+
+
+def hub_refusal(model: str, error: Exception) -> str:
+    """One line: what the hub said, and what to do."""
+    from huggingface_hub import constants, errors
+
+    hub = constants.ENDPOINT
+    if constants.HF_HUB_OFFLINE:
+        return f"{model} is not in the cache of the hub, and HF_HUB_OFFLINE forbids to fetch it"
+    if isinstance(error, errors.GatedRepoError):
+        return f"{model} is gated: accept its terms at {hub}/{model}, then set HF_TOKEN to a token of that account"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"no model at {model}: neither a path here nor a repository at {hub} (a private one needs HF_TOKEN)"
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return f"{model} could not be fetched from {hub} (start again to go on): {reason}"

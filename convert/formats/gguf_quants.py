@@ -23,13 +23,13 @@ _TYPES: list[tuple[int, str, int, int]] = [
     (14, "Q6_K", 256, 210), (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74), (18, "IQ3_XXS", 256, 98),
     (19, "IQ1_S", 256, 50), (20, "IQ4_NL", 32, 18), (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82),
     (23, "IQ4_XS", 256, 136), (29, "IQ1_M", 256, 56), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66),
-    (39, "MXFP4", 32, 17),
+    (39, "MXFP4", 32, 17), (40, "NVFP4", 64, 36),
 ]  # fmt: skip
 TYPE_NAMES = {code: name for code, name, _, _ in _TYPES}
 BLOCKS = {name: (values, size) for _, name, values, size in _TYPES}
 REFUSED_TYPES = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 31: "Q4_0_4_4",
-    32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0",
+    32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 41: "Q1_0",
     42: "Q2_0",
 }  # fmt: skip
 PIECE = 2048  # blocks dequantised at a time: 64 Ki values, 256 KiB of output

@@ -5,34 +5,22 @@ Knows nothing of other formats. Every shard's header and length is checked befor
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
+from convert.canonical import INTERNLM2, SINGLE, quantisation
 from convert.errors import ConvertError
 from convert.formats.huggingface_config import with_defaults
-from convert.formats.internlm2 import MODEL_TYPE as INTERNLM2
 from convert.formats.internlm2 import internlm2_source
+from convert.formats.quantised import quantised_source
+from convert.json_file import read_json, read_text
 from convert.source import Source, SourceTensor, file_tensor
 from convert.tokenizer.folder import folder_tokenizer
 from model.safetensors_header import INDEX, WeightsError, check_size, read_header
 
-SINGLE = "model.safetensors"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
     "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
-
-
-def is_huggingface(folder: Path) -> bool:
-    """config.json and model.safetensors, or an index of shards."""
-    there = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
-    return there and (folder / "config.json").is_file()
-
-
-def is_canonical(folder: Path) -> bool:
-    """Whether such a folder is served as it is: the model has the names and the layout that we serve."""
-    return is_huggingface(folder) and read_json(folder / "config.json").get("model_type") != INTERNLM2
 
 
 def open_huggingface(folder: Path) -> Source:
@@ -42,6 +30,8 @@ def open_huggingface(folder: Path) -> Source:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ConvertError("no model_type", folder / "config.json")
+    if (said := quantisation(folder, config)) is not None:
+        return quantised_source(folder, config, said, table, lambda: tokenizer_texts(folder))
     if model_type == INTERNLM2:
         return internlm2_source(folder, config, table, lambda: tokenizer_texts(folder))
     return Source(
@@ -53,32 +43,8 @@ def open_huggingface(folder: Path) -> Source:
 
 def tokenizer_texts(folder: Path) -> dict[str, str]:
     """The tokenizer's files as they are; from a sentencepiece or tiktoken file where tokenizer.json is missing."""
-    found = {name: _read_text(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    found = {name: read_text(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     return found if "tokenizer.json" in found else folder_tokenizer(folder) | found
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConvertError("not valid UTF-8", path, error.start) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ConvertError naming the byte where it stops being one."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise ConvertError("missing", path) from error
-    except json.JSONDecodeError as error:
-        raise ConvertError(f"not valid JSON ({error.msg})", path, error.pos) from error
-    except UnicodeDecodeError as error:
-        raise ConvertError("not valid UTF-8", path, error.start) from error
-    except (ValueError, RecursionError) as error:
-        raise ConvertError(f"not sound JSON ({error})", path) from error
-    if not isinstance(value, dict):
-        raise ConvertError("not a JSON object", path, 0)
-    return value
 
 
 def read_folder(folder: Path) -> dict[str, SourceTensor]:

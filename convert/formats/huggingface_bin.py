@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from convert.errors import ConvertError
-from convert.formats.huggingface import read_json, tokenizer_texts
+from convert.formats.huggingface import tokenizer_texts
 from convert.formats.huggingface_config import with_defaults
 from convert.formats.internlm2 import MODEL_TYPE as INTERNLM2
 from convert.formats.internlm2 import internlm2_source
 from convert.formats.torch_pickle import read_torch, state_tensors
+from convert.json_file import read_json
 from convert.source import Source, SourceTensor
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -16,10 +16,11 @@ import numpy as np
 
 from convert.dtypes import Array
 from convert.errors import ConvertError
-from convert.formats.huggingface import read_json, read_safetensors
+from convert.formats.huggingface import read_safetensors
 from convert.formats.meta_config import meta_config
 from convert.formats.meta_names import hugging_face_names
 from convert.formats.torch_pickle import read_torch, state_tensors
+from convert.json_file import read_json
 from convert.source import Source, SourceTensor
 from convert.tokenizer.folder import folder_tokenizer
 
