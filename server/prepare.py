@@ -105,9 +105,7 @@ def download(model: str) -> Path:
     except Exception as error:  # of the library, its HTTP client and the disk
         raise StartupError(hub_refusal(model, error)) from None
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        raise StartupError(
-            f"{model} on the hub has no config.json with *.safetensors: download and convert it yourself"
-        )
+        raise StartupError(f"{model} on the hub has no config.json with *.safetensors: download it and convert that")
     return folder
 
 
