@@ -8,7 +8,7 @@ TORCH := "torch>=2.11,<2.14"
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install test test-slow test-clients test-browser test-sanitizers bench-cpu bench-ui check format clean
+.PHONY: help demo install test test-slow test-clients test-browser test-triton test-sanitizers bench-cpu bench-ui check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,14 @@ $(VENV)-clients/.installed: pyproject.toml
 
 test-clients: $(VENV)-clients/.installed ## Suites that other people wrote, against a real server
 	$(VENV)-clients/bin/python -m pytest -m "clients"
+
+# Triton's wheel is large, and without a GPU only its interpreter and its compiler are of use.
+$(VENV)/.gpu: $(VENV)/.dev
+	$(PIP) --editable '.[gpu]'
+	@touch $@
+
+test-triton: $(VENV)/.gpu ## GPU kernels without a GPU: in Triton's interpreter, and compiled for chips that are not there
+	$(BIN)/python -m pytest tests/test_ops_triton*.py
 
 test-sanitizers: $(VENV)/.dev ## The native operations under address and undefined-behaviour sanitizers
 	$(BIN)/python -m pytest -m "slow" tests/test_ops_cpu_build.py

@@ -21,13 +21,13 @@ def ops_for(device: torch.device | str, batch_invariant: bool = False) -> Ops:
 
     batch_invariant: a row's result must not depend on the others (always so on a CPU).
     """
-    return _cpu()[0] if torch.device(device).type == "cpu" else ReferenceOps()
+    return _cpu()[0] if torch.device(device).type == "cpu" else _gpu(batch_invariant)[0]
 
 
 def why(device: torch.device | str, kv_dtype: str | None = None) -> str:
     """What ops_for chose, and the reason where a faster choice was not to be had; one line for logs and /version."""
     if torch.device(device).type != "cpu":
-        return "torch operations"
+        return _gpu(batch_invariant=False)[1]
     ops, reason = _cpu()
     slower = kv_dtype in SCALE_BYTES and not isinstance(ops, ReferenceOps)
     return f"{reason}; a KV cache of {kv_dtype} is read by torch operations, which is slower" if slower else reason
@@ -40,3 +40,12 @@ def _cpu() -> tuple[Ops, str]:
     except (UnavailableError, OSError) as reason:  # OSError: a library that cannot be loaded
         return ReferenceOps(), f"torch operations: {reason}"
     return ops, ops.description
+
+
+@cache
+def _gpu(batch_invariant: bool) -> tuple[Ops, str]:
+    try:
+        from model.ops.triton.ops import TritonOps  # Triton is an extra
+    except ImportError as reason:
+        return ReferenceOps(), f"torch operations: {reason}; pip install 'ropeway[gpu]'"
+    return TritonOps(batch_invariant), "Triton kernels"

@@ -1,0 +1,70 @@
+"""What the Triton kernels compile to for chips that are not there: wide loads, copies in flight, no spills, room.
+
+Knows what a good kernel looks like in PTX, not how to compile one (tests/triton_compiler.py, in processes of its own,
+as interpreted kernels cannot be compiled).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: make test-triton")
+pytestmark = pytest.mark.slow
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have
+ATTENTION = ("prefill_kernel", "decode_kernel")
+Report = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=sorted(SHARED_MEMORY), ids=lambda arch: f"sm_{arch}")
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["TRITON_DEFAULT_FP_FUSION"] = "1"  # Triton 3.9 warns where nobody chose
+    command = [sys.executable, "-m", "tests.triton_compiler", str(request.param)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_programs_fit_the_chip(reports: list[Report]) -> None:
+    assert len({report["case"] for report in reports}) == 11
+    for report in reports:
+        assert report["shared"] <= SHARED_MEMORY[report["arch"]], report
+
+
+def test_nothing_spills_where_speed_is_promised(reports: list[Report]) -> None:
+    for report in reports:
+        allowed = 0 if report["case"] not in ("int8", "fp8", "fp32", "invariant") else 256
+        assert report["local"] <= allowed, report
+
+
+def test_rows_are_moved_16_bytes_at_a_time(reports: list[Report]) -> None:
+    for report in reports:
+        if report["kernel"] in ("add_rms_norm_kernel", "silu_mul_kernel", "copy_pages_kernel"):
+            assert report["loads"].get("16", 0) > 0 and "2" not in report["loads"], report
+        if report["kernel"] in ATTENTION:
+            assert report["loads"].get("16", 0) > 0, report
+
+
+def test_keys_and_values_are_copied_ahead(reports: list[Report]) -> None:
+    """Asynchronously and 16 bytes at a time, beside page ids of 4; one-byte caches in pieces of 8 at least."""
+    for report in reports:
+        if report["kernel"] == "linear_kernel":
+            assert set(report["copies"]) == {"16"}, report
+        if report["kernel"] in ATTENTION:
+            narrow = {"4", "8", "16"} if report["case"] in ("int8", "fp8") else {"4", "16"}
+            assert {"16"} <= set(report["copies"]) <= narrow, report
+
+
+def test_half_precision_goes_through_matrix_instructions(reports: list[Report]) -> None:
+    for report in reports:
+        if report["kernel"] in (*ATTENTION, "linear_kernel") and report["case"] != "fp32":
+            assert report["products"] > 0, report

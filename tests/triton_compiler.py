@@ -1,0 +1,169 @@
+"""Compiles what the Triton operations would launch, for a chip that is not there, and reports what came out.
+
+Knows no expectations. Launches of the operations are turned into compilations, so that arguments are specialised as
+they would be. `python -m tests.triton_compiler 90` prints a JSON object a kernel; not with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from model.kv_cache import KVCache
+from model.kv_cost import KVGroup, KVLayout
+from model.ops.interface import AttentionTables, LayerKV
+from model.ops.triton.ops import TritonOps
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+PROCESSORS = {80: 108, 90: 132}
+KV_HEADS = 8
+
+
+class PaperChip:
+    """The part of a Triton driver that compiling asks for."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one launch compiles to. Widths are bytes of global memory; local: bytes of spilled registers, a thread."""
+
+    case: str
+    kernel: str
+    arch: int
+    shared: int
+    registers: int
+    local: int
+    loads: dict[int, int]  # width -> number
+    copies: dict[int, int]  # asynchronous ones
+    products: int  # matrix instructions
+
+
+def compiled(arch: int, case: str, launch: Callable[[], object]) -> Iterator[Report]:
+    kernels: list[Any] = []
+    original = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernels.append(original(self, *args, grid=grid, warmup=True, **kwargs))
+        return kernels[-1]
+
+    JITFunction.run = compile_only
+    try:
+        launch()
+    finally:
+        JITFunction.run = original
+    for kernel in kernels:
+        yield report(arch, case, kernel)
+
+
+def report(arch: int, case: str, kernel: Any) -> Report:
+    ptx, usage = kernel.asm["ptx"], resource_usage(kernel.asm["cubin"])
+    return Report(
+        case, kernel.metadata.name, arch, kernel.metadata.shared, usage["REG"], usage["STACK"],
+        loads=tally(vector_bytes(*match) for match in re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[bfsu](\d+) ", ptx)),
+        copies=tally(int(width, 16) for width in re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, 0x(\w+)", ptx)),
+        products=len(re.findall(r"\bmma\.sync|wgmma\.mma_async", ptx)),
+    )  # fmt: skip
+
+
+def vector_bytes(elements: str, bits: str) -> int:
+    return int(elements or 1) * int(bits) // 8
+
+
+def tally(widths: Iterator[int]) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for width in widths:
+        counts[width] = counts.get(width, 0) + 1
+    return counts
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+
+
+def cache_of(head_dim: int, dtype: torch.dtype) -> LayerKV:
+    name = str(dtype).removeprefix("torch.")
+    group = KVGroup((0,), None, KV_HEADS, head_dim, name, 4 if dtype in (torch.int8, torch.float8_e4m3fn) else 0)
+    return KVCache(KVLayout(16, (group,)), (2,), "cpu").layer(0)
+
+
+def layer(
+    ops: TritonOps, group: int, head_dim: int, dtype: torch.dtype, cache: torch.dtype, window: int | None
+) -> Callable[[], None]:
+    """A mixed batch through a layer's operations: what prefill, decode and merge need of attention, and the rest."""
+    tokens, width = 4, KV_HEADS * group * head_dim
+    kv, norm = cache_of(head_dim, cache), torch.zeros(head_dim, dtype=dtype)
+    tables = AttentionTables(torch.ones(4, 1024).int(), torch.full((4,), 16).int(), torch.arange(5).int(), 64, 16384)
+    x = torch.zeros(tokens, width, dtype=dtype)
+    qkv = torch.zeros(tokens, width + 2 * KV_HEADS * head_dim, dtype=dtype)
+    index, angles = torch.zeros(tokens, dtype=torch.int64), torch.zeros(16, head_dim)
+
+    def launch() -> None:
+        ops.add_rms_norm(x, x, x[0], 1e-5)
+        q = ops.rope_write(qkv, norm, norm, 1e-5, angles, index, index, kv)
+        ops.attention(q, kv, tables, 0.1, window)
+        ops.silu_mul(qkv)
+        ops.copy_pages(kv, index, index)
+        if ops.batch_invariant:
+            ops.linear(x, ops.pack_linear(torch.zeros(width, width, dtype=dtype), None))
+
+    return launch
+
+
+def cases(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The shapes of models people run, each head size once and each other property with one of them."""
+    plain, invariant = TritonOps(False, PROCESSORS[arch]), TritonOps(True, PROCESSORS[arch])
+    half, byte = torch.bfloat16, torch.int8
+    yield "d64", layer(plain, 3, 64, half, half, None)
+    yield "d80", layer(plain, 4, 80, half, half, None)
+    yield "d96", layer(plain, 1, 96, half, half, None)
+    yield "d128", layer(plain, 4, 128, half, half, None)
+    yield "d256", layer(plain, 2, 256, half, half, None)
+    yield "window", layer(plain, 4, 128, half, half, 4096)
+    yield "fp16", layer(plain, 8, 128, torch.float16, torch.float16, None)
+    yield "int8", layer(plain, 4, 128, half, byte, None)
+    yield "fp8", layer(plain, 4, 128, half, torch.float8_e4m3fn, None)
+    yield "fp32", layer(plain, 4, 64, torch.float32, torch.float32, None)
+    yield "invariant", layer(invariant, 4, 128, half, half, None)
+
+
+def main() -> None:
+    arch = int(sys.argv[1])
+    driver.set_active(PaperChip(arch))
+    for name, launch in cases(arch):
+        for line in compiled(arch, name, launch):
+            print(json.dumps(asdict(line)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
