@@ -21,7 +21,7 @@ from model.ops.interface import AttentionTables, Ops, PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """RMSNorm, RoPE, grouped-query attention and SwiGLU; Llama, Mistral and Qwen differ by flags of the config.
+    """RMSNorm, RoPE, grouped-query attention and SwiGLU; Llama, Mistral, Phi-3 and Qwen differ by flags of the config.
 
     warnings: what the checkpoint made us decide, one sentence each, for the operator.
     """

@@ -5,7 +5,6 @@ Knows no particular key; imports neither torch nor numpy.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -50,20 +49,21 @@ def positive(raw: Json, key: str, default: int | None = None, most: int = MOST) 
 
 
 def number(raw: Json, key: str, default: float | None = None) -> float:
-    """A finite number above 0. Raises ConfigError."""
+    """A positive number of ordinary size. Raises ConfigError."""
     value = require(raw, key, float) if default is None else optional(raw, key, float, default)
     return positive_float(value, key)
 
 
 def numbers(raw: Json, key: str) -> tuple[float, ...]:
-    """A list of finite numbers above 0. Raises ConfigError."""
+    """A list of positive numbers of ordinary size. Raises ConfigError."""
     return tuple(positive_float(typed(value, key, float), key) for value in require(raw, key, list))
 
 
 def positive_float(value: float, key: str) -> float:
-    """value as a float. Raises ConfigError for zero, negative, NaN and infinite ones."""
-    if not 0 < value <= sys.float_info.max:  # an integer may be larger than any float
-        raise ConfigError(f"{key} is {value}, expected a positive number")
+    """value as a float. Raises ConfigError for zero, negative, NaN, and what fp32 could not bear."""
+    if not 1e-30 < value < 1e30:  # an integer may be larger than any float
+        limit = " between 1e-30 and 1e30" if value > 0 else ""
+        raise ConfigError(f"{key} is {value}, expected a positive number{limit}")
     return float(value)
 
 

@@ -103,8 +103,8 @@ class EngineClient:
 
     @property
     def limit(self) -> int:
-        """Sequences that may run or wait at once."""
-        return self.config.max_num_seqs + self.config.max_queue
+        """Sequences that may run or wait at once; only waiting is open until the engine says how many it runs."""
+        return (self.info.max_num_seqs if self.info is not None else 0) + self.config.max_queue
 
     @property
     def open_sequences(self) -> int:

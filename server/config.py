@@ -6,6 +6,7 @@ Knows no HTTP, no model and no engine: it only reads, checks and hands over valu
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -71,8 +72,12 @@ class ServeConfig:
     max_model_len: int | None = option(
         None, "longest prompt + output in tokens; the model's own if left out", int, at_least=1
     )
-    max_num_seqs: int = option(32, "sequences that run at once", int, at_least=1)
-    max_num_batched_tokens: int = option(512, "tokens of one forward", int, at_least=1)
+    max_num_seqs: int | None = option(
+        None, "sequences that run at once; if left out 32 on a CPU, 256 on a GPU", int, at_least=1
+    )
+    max_num_batched_tokens: int | None = option(
+        None, "tokens of one forward; if left out 512 on a CPU, 4096 on a GPU", int, at_least=1
+    )
     max_queue: int = option(256, "sequences that may wait; more are answered 429", int, at_least=0)
     threads: int | None = option(None, "compute threads; every core given to the process if left out", int, at_least=1)
     batch_invariant: bool = option(
@@ -125,7 +130,7 @@ class ServeConfig:
             raise ValueError(f"--port {self.port}: must be at most 65535")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("--ssl-certfile and --ssl-keyfile: each needs the other")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if (self.max_num_batched_tokens or math.inf) < (self.max_num_seqs or 0):
             raise ValueError(
                 f"--max-num-batched-tokens {self.max_num_batched_tokens}: must be at least "
                 f"--max-num-seqs {self.max_num_seqs}, since every running sequence adds one token a step"

@@ -59,8 +59,8 @@ def info(config: EngineConfig) -> EngineInfo:
         weights_bytes=4096,
         workspace_bytes=0,
         rss_bytes=1 << 20,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs or 32,
+        max_num_batched_tokens=config.max_num_batched_tokens or 512,
         prefix_caching=True,
         pid=os.getpid(),
     )

@@ -19,7 +19,7 @@ from server.engine.accelerator import Accelerator, filler_batch, taken_by
 from server.engine.core import Engine
 from server.engine.decode_graphs import Work
 from server.engine.messages import EngineConfig, Progress, SamplingParams, Submit
-from server.engine.pool_size import DEVICE_RESERVE, GRAPH_BYTES, MIB, widest_prompts
+from server.engine.pool_size import DEVICE_RESERVE, GRAPH_BYTES, MIB, limits_of, widest_prompts
 from server.engine.runner import is_out_of_memory
 from server.engine.scheduler import Limits
 from server.engine.startup import build_engine
@@ -101,6 +101,24 @@ def test_the_widest_step_is_full_of_prompts() -> None:
     assert widest_prompts(Limits(512, 32, 1300)) == [512, 512, 276]
     assert widest_prompts(Limits(512, 32, 512)) == [512]
     assert widest_prompts(Limits(4096, 32, 512)) == [512]
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_wide", "width"),
+    [
+        ((None, None), False, (32, 512)),
+        ((None, None), True, (256, 4096)),
+        ((700, None), False, (700, 700)),
+        ((None, 16), True, (16, 16)),
+        ((8, 64), True, (8, 64)),
+    ],
+)
+def test_a_device_is_given_wider_steps_than_a_cpu(
+    asked: tuple[int | None, int | None], is_wide: bool, width: tuple[int, int], config: EngineConfig
+) -> None:
+    wanted = replace(config, max_num_seqs=asked[0], max_num_batched_tokens=asked[1])
+    limits = limits_of(wanted, load_config(Path(config.model)), is_wide)
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == width
 
 
 def test_filler_stays_on_the_scratch_page(tiny_model: Callable[..., Path]) -> None:

@@ -47,6 +47,7 @@ def assert_home_again(folder: Path, exported: Path, home: Path) -> None:
     assert [name for name in want if not torch.equal(got[name].to(want[name].dtype), want[name])] == []
 
 
+@pytest.mark.proves(format="to {to}", architecture="llama")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("to", ["meta", "gguf", "llama2c"])
 def test_there_and_back(to: str, tied: bool, tmp_path: Path) -> None:
@@ -65,6 +66,8 @@ def test_half_precision_there_and_back(to: str, dtype: torch.dtype, tmp_path: Pa
     assert_home_again(folder, tmp_path / "there", tmp_path / "home")
 
 
+@pytest.mark.proves(format="GGUF", architecture="{kind}")
+@pytest.mark.proves(format="to gguf", architecture="{kind}")
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
 def test_other_families_to_gguf_and_back(kind: str, tmp_path: Path) -> None:
     folder = plain_folder(tmp_path / "hf", kind)
@@ -168,6 +171,8 @@ def test_biases_have_no_place_in_metas_files(tmp_path: Path) -> None:
         export(folder, tmp_path / "there", "meta")
 
 
+@pytest.mark.proves(format="Mistral", architecture="mistral")
+@pytest.mark.proves(format="to meta", architecture="mistral")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     "overrides",

@@ -89,6 +89,7 @@ def write_internlm2(folder: Path, config: dict[str, Any], tensors: dict[str, Ten
     return folder
 
 
+@pytest.mark.proves(format="InternLM2", architecture="llama")
 @pytest.mark.parametrize(("heads", "kv_heads"), RATIOS)
 def test_internlm2_by_groups(heads: int, kv_heads: int, tmp_path: Path) -> None:
     config = small(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
@@ -194,6 +195,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.proves(format="litgpt", architecture="{kind}")
 @pytest.mark.parametrize("old", [True, False])
 @pytest.mark.parametrize(("kind", "params"), FAMILIES)
 def test_litgpt_families_in_both_layouts(kind: str, params: dict[str, Any], old: bool, tmp_path: Path) -> None:
@@ -206,6 +208,7 @@ def test_litgpt_families_in_both_layouts(kind: str, params: dict[str, Any], old:
     assert (ours.rope.kind, ours.rope.factor) == (("linear", 2.0) if kind == "llama" else ("default", 1.0))
 
 
+@pytest.mark.proves(format="litgpt", architecture="llama")
 @pytest.mark.parametrize(("heads", "kv_heads"), RATIOS)
 def test_litgpt_by_groups(heads: int, kv_heads: int, tmp_path: Path) -> None:
     config = small(hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
@@ -213,6 +216,7 @@ def test_litgpt_by_groups(heads: int, kv_heads: int, tmp_path: Path) -> None:
     assert_converts(write_litgpt(tmp_path / "lit", config, tensors, old=True), tensors, tmp_path / "out")
 
 
+@pytest.mark.proves(format="litgpt", architecture="phi3")
 @pytest.mark.parametrize("old", [True, False])
 def test_litgpt_phi_with_partial_rotary_is_stacked_again(old: bool, tmp_path: Path) -> None:
     tensors = random_tensors(small())
@@ -306,6 +310,7 @@ def write_llama2c_torch(path: Path, config: dict[str, Any], tensors: dict[str, T
     return path
 
 
+@pytest.mark.proves(format="llama2.c .pt", architecture="llama")
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 def test_llama2c_training_checkpoint(prefix: str, tmp_path: Path) -> None:
     config = small(tie_word_embeddings=True)

@@ -43,6 +43,7 @@ def with_biases(config: dict[str, Any]) -> dict[str, torch.Tensor]:
 # ---- the same tensors come back ---------------------------------------------------------------------------
 
 
+@pytest.mark.proves(format="GGUF", architecture="llama")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 2), (8, 2), (8, 1), (9, 3)])
 def test_llama_tensors_come_back_bit_for_bit(heads: int, kv_heads: int, tmp_path: Path) -> None:
     config = small(num_attention_heads=heads, num_key_value_heads=kv_heads)
@@ -51,6 +52,7 @@ def test_llama_tensors_come_back_bit_for_bit(heads: int, kv_heads: int, tmp_path
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), tensors)
 
 
+@pytest.mark.proves(format="GGUF", architecture="{arch}")
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
 def test_split_half_architectures_are_not_permuted(arch: str, tmp_path: Path) -> None:
     config = small(arch)
@@ -59,6 +61,7 @@ def test_split_half_architectures_are_not_permuted(arch: str, tmp_path: Path) ->
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), tensors)
 
 
+@pytest.mark.proves(format="GGUF", architecture="llama")
 def test_biases_move_with_their_rows(tmp_path: Path) -> None:
     tensors = with_biases(small())
     convert(write_gguf(tmp_path / "a.gguf", small(), tensors), tmp_path / "out")
@@ -98,6 +101,7 @@ def split_in_two(tmp_path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.proves(format="GGUF, split", architecture="llama")
 @pytest.mark.parametrize("part", ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"])
 def test_split_files_are_one_model_whichever_part_is_named(part: str, tmp_path: Path) -> None:
     tensors = split_in_two(tmp_path)
@@ -208,6 +212,7 @@ def test_dequantised_bits_equal_the_gguf_packages(kind: str) -> None:
     assert got.dtype == np.float32 and got.tobytes() == np.asarray(want, np.float32).tobytes()
 
 
+@pytest.mark.proves(format="GGUF, {kind}", architecture="llama")
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_0"])
 def test_quantised_matrices_convert_to_their_exact_values(kind: str, tmp_path: Path) -> None:
     config = small()

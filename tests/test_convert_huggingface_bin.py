@@ -37,6 +37,7 @@ def pickled(tiny_model: ModelFactory, kind: str, folder: Path, shards: int) -> d
     return tensors
 
 
+@pytest.mark.proves(format="Hugging Face .bin", architecture="{kind}")
 @pytest.mark.parametrize(("kind", "shards"), [("llama", 1), ("mistral", 1), ("qwen2", 3), ("qwen3", 2)])
 def test_values_tokenizer_and_account(kind: str, shards: int, tiny_model: ModelFactory, tmp_path: Path) -> None:
     tensors = pickled(tiny_model, kind, tmp_path / "bin", shards)

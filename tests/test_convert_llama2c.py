@@ -25,6 +25,7 @@ def config(tied: bool, kv_heads: int = 2) -> dict[str, Any]:
     return CONFIG | {"tie_word_embeddings": tied, "num_key_value_heads": kv_heads}
 
 
+@pytest.mark.proves(format="llama2.c v{version}", architecture="llama")
 @pytest.mark.parametrize("kv_heads", [1, 3, 6])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("version", [0, 1])
@@ -39,6 +40,7 @@ def test_fp32_versions_come_back_bit_for_bit(version: int, tied: bool, kv_heads:
     assert [row["source"] for row in report["not_used"]] == (["freqs_cos", "freqs_sin"] if version == 0 else [])
 
 
+@pytest.mark.proves(format="llama2.c v2", architecture="llama")
 def test_version_2_is_within_half_a_step_of_its_groups(tmp_path: Path) -> None:
     tensors = random_tensors(config(False))
     convert(write_llama2c(tmp_path / "a.bin", config(False), tensors, 2), tmp_path / "out")

@@ -47,7 +47,7 @@ def assert_exact(out: Path, want: dict[str, np.ndarray[Any, Any]]) -> None:
     assert [name for name, tensor in got.items() if not np.array_equal(tensor.numpy(), want[name])] == []
 
 
-@pytest.mark.proves(format="{case}", architecture="llama")
+@pytest.mark.proves(format="safetensors, {case}", architecture="llama")
 @pytest.mark.parametrize("case", CASES)
 def test_every_value_is_the_one_that_was_packed(case: str, tmp_path: Path) -> None:
     said, quantise = CASES[case]
@@ -63,7 +63,7 @@ def test_every_value_is_the_one_that_was_packed(case: str, tmp_path: Path) -> No
     assert len(row["parts"]) > 1
 
 
-@pytest.mark.proves(format="mlx", architecture="llama")
+@pytest.mark.proves(format="safetensors, mlx", architecture="llama")
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_mlx_groups(bits: int, tmp_path: Path) -> None:
     want = write_quantised(
@@ -73,7 +73,7 @@ def test_mlx_groups(bits: int, tmp_path: Path) -> None:
     assert_exact(tmp_path / "out", want)
 
 
-@pytest.mark.proves(format="gptq", architecture="{kind}")
+@pytest.mark.proves(format="safetensors, gptq", architecture="{kind}")
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
 def test_biases_and_norms_stay_beside_quantised_weights(kind: str, tmp_path: Path) -> None:
     said, quantise = CASES["gptq"]

@@ -47,6 +47,7 @@ def converted(source: Path, out: Path) -> ModelConfig:
 # ---- GGUF ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.proves(format="GGUF", architecture="phi3")
 @pytest.mark.parametrize("tied", [True, False])
 def test_phi3_from_gguf(tied: bool, tmp_path: Path) -> None:
     """Partial rotary, a window, and zero for none where the exporter writes it."""
@@ -155,6 +156,8 @@ def folder_of(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
+@pytest.mark.proves(format="GGUF", architecture="{kind}")
+@pytest.mark.proves(format="to gguf", architecture="{kind}")
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [
@@ -211,6 +214,7 @@ def test_what_a_format_cannot_say_is_refused(to: str, keys: dict[str, Any], reas
         export(folder, tmp_path / "there", to)
 
 
+@pytest.mark.proves(format="Hugging Face .bin", architecture="phi3")
 @pytest.mark.parametrize("keys", [{"partial_rotary_factor": 0.5}, {"rope_scaling": {**LONGROPE, "long_factor": LONG}}])
 def test_pickled_phi3_keeps_its_rotary_settings(keys: dict[str, Any], tmp_path: Path) -> None:
     config = small("phi3", original_max_position_embeddings=64, **keys)

@@ -60,6 +60,7 @@ def assert_converts(folder: Path, tensors: dict[str, torch.Tensor], out: Path) -
     assert [name for name in tensors if not torch.equal(got[name], tensors[name])] == []
 
 
+@pytest.mark.proves(format="Meta", architecture="llama")
 @pytest.mark.parametrize(("ranks", "embedding_dim"), [(1, 0), (2, 0), (2, 1), (4, 0), (8, 1)])
 def test_shards_are_joined_whatever_the_cut(ranks: int, embedding_dim: int, tmp_path: Path) -> None:
     """Up to four ranks for each of the two key heads."""
@@ -67,6 +68,7 @@ def test_shards_are_joined_whatever_the_cut(ranks: int, embedding_dim: int, tmp_
     assert_converts(tmp_path / "meta", tensors, tmp_path / "out")
 
 
+@pytest.mark.proves(format="Mistral", architecture="mistral")
 def test_mistral_native_files(tmp_path: Path) -> None:
     tensors = random_tensors(CONFIG)
     folder = tmp_path / "native"

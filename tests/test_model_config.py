@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from model.config import ConfigError, ModelConfig, RopeConfig, load_config
+from model.rope import cos_sin_table
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -25,6 +28,11 @@ BASE: dict[str, Any] = {
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+ROPE_KEYS = ["rope_type", "type", "short_factor", "long_factor", "rope_theta", "factor", "low_freq_factor"]
+ROPE_KEYS += ["high_freq_factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"]
+ROPE_TYPES = ["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+MORE_KEYS = ["rope_parameters", "rope_theta", "partial_rotary_factor", "sliding_window", "layer_types", "dtype"]
+MORE_KEYS += ["max_position_embeddings", "rms_norm_eps", "head_dim", "eos_token_id", "attention_bias", "hidden_act"]
 LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.3],
@@ -162,6 +170,7 @@ def test_biases_and_norms_by_family() -> None:
         ({"vocab_size": 10**12}, "vocab_size is 1000000000000, expected at most"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan, expected a positive number"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "factor is 1e+300, expected a positive number between"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
         ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor is -2"),
         ({"rope_scaling": {"factor": 2.0}}, "does not say its rope_type"),
@@ -199,3 +208,24 @@ def test_a_broken_file(text: str | None, message: str, tmp_path: Path) -> None:
 def test_arithmetic_needs_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**13) | st.floats() | st.sampled_from(["yarn", "su", "phi3", "x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(ROPE_KEYS), inner, max_size=4),
+    max_leaves=6,
+)
+ROPES = st.fixed_dictionaries({}, optional={key: st.floats(0.1, 64) | st.integers(2, 64) for key in ROPE_KEYS[4:]})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from([*BASE, *MORE_KEYS]), JSON, max_size=4), ROPES, st.sampled_from(ROPE_TYPES))
+def test_any_json_is_read_or_refused_with_one_line(keys: dict[str, Any], rope: dict[str, Any], kind: str) -> None:
+    """No other error than ConfigError; and what is read gives a table of finite numbers."""
+    lists = {key: [rope.get(key, 1.0)] * 4 for key in ("short_factor", "long_factor")} if kind == "longrope" else {}
+    try:
+        config = ModelConfig.from_dict({**BASE, "rope_scaling": {**rope, **lists, "rope_type": kind}, **keys})
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        return
+    assert bool(cos_sin_table(config, 40, "cpu").isfinite().all())

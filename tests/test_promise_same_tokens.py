@@ -39,6 +39,11 @@ MODELS: dict[str, dict[str, object]] = {
     "llama": {},
     "mistral": {},  # every layer sees 16 tokens
     "qwen2": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},  # one layer all, one 12
+    "phi3": {  # longrope, whose frequencies transformers changes when a sequence of the batch passes 64 tokens
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.1, 2.0, 6.0]},
+    },
 }
 BAG = {
     "one-token": ([9], GREEDY),

@@ -65,7 +65,11 @@ def test_sizes(text: str, size: int) -> None:
         (["--kv-cache-memory", "GiB"], {}, "is not a size"),
         (["--drain-timeout", "nan"], {}, "--drain-timeout nan: must be at least 0"),
         (["--batch-invariant", "maybe"], {}, "--batch-invariant: 'maybe' is not one of"),
-        (["--max-num-seqs", "1000"], {}, "--max-num-batched-tokens 512: must be at least --max-num-seqs 1000"),
+        (
+            ["--max-num-seqs", "1000", "--max-num-batched-tokens", "512"],
+            {},
+            "--max-num-batched-tokens 512: must be at least --max-num-seqs 1000",
+        ),
     ],
 )
 def test_mistakes_name_the_setting_and_the_value(flags: list[str], environment: dict[str, str], message: str) -> None:

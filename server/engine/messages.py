@@ -310,7 +310,7 @@ FromEngine = Progress | Ready | StepOutput | Answer | Crashed
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything the engine process is told when it starts. model: a canonical folder."""
+    """Everything the engine process is told when it starts. model: a canonical folder. None: the engine chooses."""
 
     model: str
     device: str = "auto"
@@ -320,8 +320,8 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     max_queue: int = 256
     threads: int | None = None
     batch_invariant: bool = False

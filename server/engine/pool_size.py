@@ -1,4 +1,4 @@
-"""How many pages the KV cache gets: as asked for, else by the device's rule, beside the memory of the widest step.
+"""How wide a step may be, and how many pages the KV cache gets beside it: as asked for, else by the device's rule.
 
 Bytes and counts only; allocates nothing.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from model.config import ModelConfig
+from model.config import ConfigError, ModelConfig
 from model.kv_cost import SCRATCH_PAGES, KVLayout, pages_for_sequences, pages_in_budget
 from model.memory import default_pool_bytes
+from server.engine.messages import EngineConfig
 from server.engine.page_tables import PageTables
 from server.engine.scheduler import Limits
 
@@ -20,6 +21,10 @@ DEVICE_RESERVE = 256 * MIB
 """Of a device's memory, for what no measurement sees: fragments, libraries that load late."""
 GRAPH_BYTES = 8 * MIB
 """What a driver may keep for the recordings of one batch size, beside the memory that they share."""
+
+
+WIDTHS = {False: (32, 512), True: (256, 4096)}
+"""Sequences and tokens of a step where nobody asked: on a CPU, and on a device that is wide."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,26 @@ class Room:
     @property
     def available(self) -> int:
         return self.free - self.step - self.rest
+
+
+def limits_of(config: EngineConfig, model: ModelConfig, is_wide: bool) -> Limits:
+    """Raises ConfigError for lengths that the model does not take, and for a step with room for less than a token each.
+
+    What is asked for one of sequences and tokens bends the default of the other.
+    """
+    longest = model.longest_context
+    wanted = model.max_position_embeddings if config.max_model_len is None else config.max_model_len
+    if not 2 <= wanted <= longest:
+        raise ConfigError(f"max_model_len is {wanted}: this model takes 2 to {longest} tokens (--max-model-len)")
+    sequences, tokens = WIDTHS[is_wide]
+    seqs = config.max_num_seqs or min(sequences, config.max_num_batched_tokens or sequences)
+    budget = config.max_num_batched_tokens or max(tokens, seqs)
+    if budget < seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens is {budget}: a step must have room for one token of each "
+            f"of max_num_seqs = {seqs} sequences"
+        )
+    return Limits(wanted, seqs, budget)
 
 
 def workspace_bytes(model: ModelConfig, limits: Limits) -> int:

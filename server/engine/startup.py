@@ -41,6 +41,7 @@ from server.engine.pool_size import (
     DEVICE_RESERVE,
     Room,
     graphs_reserve,
+    limits_of,
     num_pages,
     widest_logits,
     widest_prompts,
@@ -204,7 +205,7 @@ def _assemble(config: EngineConfig, phases: Phases, accelerator: Accelerator | N
         accelerator = cuda_accelerator(device, can_record=ops.name != "reference")
     model = load_config(folder)
     dtype = _dtype(config, model, ops, device)
-    limits = _limits(config, model)
+    limits = limits_of(config, model, is_wide=accelerator is not None)
     layout = _layout(config, model, dtype)
 
     def progress(done: int, layers: int) -> None:
@@ -277,19 +278,6 @@ def _layout(config: EngineConfig, model: ModelConfig, dtype: str) -> KVLayout:
             f"values and then fp32 scales, so that must be a multiple of 4; use an even page size"
         )
     return layout_for(model, config.page_size, kv_dtype)
-
-
-def _limits(config: EngineConfig, model: ModelConfig) -> Limits:
-    longest = model.longest_context
-    wanted = model.max_position_embeddings if config.max_model_len is None else config.max_model_len
-    if not 2 <= wanted <= longest:
-        raise ConfigError(f"max_model_len is {wanted}: this model takes 2 to {longest} tokens (--max-model-len)")
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens}: a step must have room for one token of each "
-            f"of max_num_seqs = {config.max_num_seqs} sequences"
-        )
-    return Limits(wanted, config.max_num_seqs, config.max_num_batched_tokens)
 
 
 def kv_resident_bytes(kv: KVCache) -> int:
