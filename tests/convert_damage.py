@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 
 from convert.tokenizer.pre_tokenizers import LLAMA3
 from tests.conftest import BASE_CONFIG, random_tensors
-from tests.convert_sources import meta_params, meta_tensors, write_gguf, write_llama2c
+from tests.convert_fused_sources import write_internlm2, write_litgpt
+from tests.convert_sources import meta_params, meta_tensors, write_gguf, write_llama2c, write_llama2c_torch
 
 CONFIG = BASE_CONFIG | {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -137,6 +138,23 @@ def llama2c(version: int) -> Callable[[Path], Sound]:
     return make
 
 
+def llama2c_torch(folder: Path) -> Sound:
+    path = write_llama2c_torch(folder / "ckpt.pt", CONFIG, random_tensors(CONFIG))
+    return Sound(path, path, tuple(zip_places(path)), path.stat().st_size)
+
+
+def litgpt_yaml(folder: Path) -> Sound:
+    path = write_litgpt(folder / "lit", CONFIG, random_tensors(CONFIG)) / "model_config.yaml"
+    raw = path.read_bytes()
+    return Sound(path.parent, path, tuple(at for at, byte in enumerate(raw) if byte in b":\n"), len(raw))
+
+
+def internlm2_config(folder: Path) -> Sound:
+    path = write_internlm2(folder / "intern", CONFIG, random_tensors(CONFIG)) / "config.json"
+    raw = path.read_bytes()
+    return Sound(path.parent, path, tuple(punctuation(raw)), len(raw))
+
+
 def with_tokenizer(name: str, raw: bytes, boundaries: list[int]) -> Callable[[Path], Sound]:
     def make(folder: Path) -> Sound:
         save_file(meta_tensors(CONFIG, random_tensors(CONFIG)), folder / "consolidated.safetensors")
@@ -179,7 +197,8 @@ READERS: dict[str, Callable[[], Callable[[Path], Sound]]] = {
     "llama2c v0": lambda: llama2c(0), "llama2c v1": lambda: llama2c(1), "llama2c v2": lambda: llama2c(2),
     "sentencepiece bpe": lambda: sentencepiece_model("bpe", "identity", 7),
     "sentencepiece unigram": lambda: sentencepiece_model("unigram", "nmt_nfkc", 4001),
-    "tekken": tekken, "tiktoken": tiktoken,
+    "tekken": tekken, "tiktoken": tiktoken, "llama2c pt": lambda: llama2c_torch, "litgpt": lambda: litgpt_yaml,
+    "internlm2": lambda: internlm2_config,
 }  # fmt: skip
 
 

@@ -160,3 +160,17 @@ def _llama2c_bytes(array: NDArray[Any], version: int) -> bytes:
     scales = np.abs(groups).max(1) / 127
     values = np.round(groups / scales[:, None]).astype(np.int8)
     return bytes(values.tobytes()) + bytes(scales.astype("<f4").tobytes())
+
+
+def write_llama2c_torch(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], prefix: str = "") -> Path:
+    """What the training script saves: the model among the state of the training."""
+    args = {
+        "dim": config["hidden_size"], "n_layers": config["num_hidden_layers"], "dropout": 0.0, "multiple_of": 32,
+        "n_heads": config["num_attention_heads"], "n_kv_heads": config["num_key_value_heads"],
+        "vocab_size": config["vocab_size"], "max_seq_len": config["max_position_embeddings"],
+    }  # fmt: skip
+    model = {prefix + name: tensor for name, tensor in meta_tensors(config, tensors).items()}
+    model.setdefault(f"{prefix}output.weight", model[f"{prefix}tok_embeddings.weight"])
+    state = {"model": model, "model_args": args, "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}}}
+    torch.save(state | {"iter_num": 7, "best_val_loss": torch.tensor(1.5), "config": {"device": "cpu"}}, path)
+    return path

@@ -1,4 +1,4 @@
-"""Formats that keep q, k and v in one tensor (InternLM2, litgpt), and llama2.c's training checkpoints."""
+"""Formats that keep q, k and v in one tensor: InternLM2, litgpt; and GPT-NeoX, which is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,24 +18,14 @@ from convert.pipeline import convert
 from model.config import load_config
 from server.plan.__main__ import main as main_plan
 from tests.conftest import BASE_CONFIG, KINDS, random_tensors
-from tests.convert_sources import meta_tensors
+from tests.convert_fused_sources import write_internlm2, write_litgpt
+from tests.convert_sources import write_llama2c_torch
 
 RATIOS = [(4, 4), (6, 2), (8, 2), (8, 1), (9, 3)]
 
 
 def small(kind: str = "llama", **overrides: Any) -> dict[str, Any]:
     return BASE_CONFIG | KINDS[kind] | {"intermediate_size": 64, "vocab_size": 40} | overrides
-
-
-def grouped(config: dict[str, Any], parts: list[Tensor]) -> Tensor:
-    """q, k and v as the exporters of both formats lay them out: one key head's queries, it, its value; and so on."""
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    apart = [torch.split(part, config["head_dim"]) for part in parts]
-    rows: list[Tensor] = []
-    for group in range(kv_heads):
-        rows += apart[0][group * heads // kv_heads : (group + 1) * heads // kv_heads]
-        rows += [apart[1][group], apart[2][group]]
-    return torch.cat(rows)
 
 
 def assert_converts(source: Path, tensors: dict[str, Tensor], out: Path) -> dict[str, Any]:
@@ -50,43 +39,10 @@ def assert_converts(source: Path, tensors: dict[str, Tensor], out: Path) -> dict
 
 # ---- InternLM2 ----------------------------------------------------------------------------------------------
 
-INTERNLM2 = {
-    "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1",
-    "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm", "lm_head": "output",
-}  # fmt: skip
-
 
 def with_attention_biases(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     more = {name.replace("weight", "bias"): tensor[:, 0].clone() for name, tensor in tensors.items() if "_attn" in name}
     return tensors | more
-
-
-def write_internlm2(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], pickled: bool = False) -> Path:
-    state: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if ".k_proj." in name or ".v_proj." in name:
-            continue
-        if ".q_proj." in name:
-            parts = [tensors[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
-            state[name.replace("self_attn.q_proj", "attention.wqkv")] = grouped(config, parts)
-            continue
-        for ours, theirs in INTERNLM2.items():
-            name = name.replace(ours, theirs)
-        state[name] = tensor
-    folder.mkdir()
-    said: dict[str, Any] = {
-        "model_type": "internlm2",
-        "architectures": ["InternLM2ForCausalLM"],
-        "auto_map": {"AutoModel": "code.py"},
-    }
-    said["bias"] = any(name.endswith("bias") for name in state)
-    (folder / "config.json").write_text(json.dumps(config | said))
-    if pickled:
-        torch.save(state, folder / "pytorch_model.bin")
-    else:
-        save_file(state, folder / "model.safetensors")
-    return folder
 
 
 @pytest.mark.proves(format="InternLM2", architecture="llama")
@@ -148,44 +104,6 @@ def test_internlm2_that_does_not_fit_is_refused(keys: dict[str, Any], reason: st
 
 
 # ---- litgpt -------------------------------------------------------------------------------------------------
-
-LITGPT = {
-    "model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f", "model.layers": "transformer.h",
-    "input_layernorm": "norm_1", "post_attention_layernorm": "norm_2", "self_attn.o_proj": "attn.proj",
-    "self_attn.q_norm": "attn.norm_q", "self_attn.k_norm": "attn.norm_k", "mlp.gate_proj": "mlp.fc_1",
-    "mlp.up_proj": "mlp.fc_2", "mlp.down_proj": "mlp.proj",
-}  # fmt: skip
-
-
-def write_litgpt(
-    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], old: bool = False, **params: Any
-) -> Path:
-    """tensors: with separate projections. old: before q, k and v were stacked."""
-    state: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if ".k_proj." in name or ".v_proj." in name:
-            continue
-        if ".q_proj." in name:
-            parts = [tensors[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
-            name, tensor = name.replace("self_attn.q_proj", "attn.attn" if old else "attn.qkv"), torch.cat(parts)
-            tensor = grouped(config, parts) if old else tensor
-        for ours, theirs in LITGPT.items():
-            name = name.replace(ours, theirs)
-        state[name] = tensor
-    state.setdefault("lm_head.weight", state["transformer.wte.weight"])
-    said = {
-        "name": "tiny", "hf_config": {"org": "o", "name": "tiny"}, "block_size": config["max_position_embeddings"],
-        "n_layer": 2, "n_embd": config["hidden_size"], "n_head": config["num_attention_heads"],
-        "n_query_groups": config["num_key_value_heads"], "head_size": config["head_dim"], "bias": False,
-        "intermediate_size": config["intermediate_size"], "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP",
-        "norm_eps": 1e-5, "parallel_residual": False, "rotary_percentage": 1.0, "vocab_size": 38,
-        "padded_vocab_size": 40, "rope_base": 10000,
-    }  # fmt: skip
-    folder.mkdir()
-    (folder / "model_config.yaml").write_text(yaml.safe_dump(said | params))
-    torch.save({"model": state} if old else state, folder / "lit_model.pth")
-    return folder
-
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_condense_ratio": 2}),
@@ -285,7 +203,7 @@ def test_a_yaml_that_is_not_one_is_refused(text: str, tmp_path: Path) -> None:
         open_source(folder)
 
 
-# ---- what is refused by name, and llama2.c's archives ---------------------------------------------------------
+# ---- what is refused by name --------------------------------------------------------------------------------
 
 
 def test_gpt_neox_is_refused_by_name(tmp_path: Path) -> None:
@@ -295,37 +213,3 @@ def test_gpt_neox_is_refused_by_name(tmp_path: Path) -> None:
     save_file({"gpt_neox.layers.0.attention.query_key_value.weight": torch.ones(3, 1)}, tmp_path / "model.safetensors")
     with pytest.raises(ConvertError, match="model_type 'gpt_neox' is not supported; known: llama"):
         convert(tmp_path, tmp_path / "out")
-
-
-def write_llama2c_torch(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], prefix: str = "") -> Path:
-    args = {
-        "dim": config["hidden_size"], "n_layers": config["num_hidden_layers"], "dropout": 0.0, "multiple_of": 32,
-        "n_heads": config["num_attention_heads"], "n_kv_heads": config["num_key_value_heads"],
-        "vocab_size": config["vocab_size"], "max_seq_len": config["max_position_embeddings"],
-    }  # fmt: skip
-    model = {prefix + name: tensor for name, tensor in meta_tensors(config, tensors).items()}
-    model.setdefault(f"{prefix}output.weight", model[f"{prefix}tok_embeddings.weight"])
-    state = {"model": model, "model_args": args, "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}}}
-    torch.save(state | {"iter_num": 7, "best_val_loss": torch.tensor(1.5), "config": {"device": "cpu"}}, path)
-    return path
-
-
-@pytest.mark.proves(format="llama2.c .pt", architecture="llama")
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_llama2c_training_checkpoint(prefix: str, tmp_path: Path) -> None:
-    config = small(tie_word_embeddings=True)
-    tensors = random_tensors(config)
-    path = write_llama2c_torch(tmp_path / "ckpt.pt", config, tensors, prefix)
-    report = assert_converts(path, tensors, tmp_path / "out")
-    assert report["not_used"] == [{"source": "output.weight", "reason": "equals tok_embeddings.weight"}]
-    assert report["metadata_not_used"]["optimizer"] == "state of the training"
-    assert load_config(tmp_path / "out").max_position_embeddings == 512
-
-
-def test_other_archives_say_what_they_lack(tmp_path: Path) -> None:
-    torch.save({"a.weight": torch.ones(1)}, tmp_path / "a.pt")
-    with pytest.raises(ConvertError, match=r"a torch archive of a\.weight, not of model and model_args"):
-        open_source(tmp_path / "a.pt")
-    (tmp_path / "b.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-30])
-    with pytest.raises(ConvertError, match="not a sound zip archive"):
-        open_source(tmp_path / "b.pt")

@@ -15,8 +15,9 @@ from convert.detect import open_source
 from convert.errors import ConvertError
 from convert.pipeline import convert
 from convert.tokenizer.gguf import tokenizer_files
+from model.config import load_config
 from tests.conftest import BASE_CONFIG, random_tensors
-from tests.convert_sources import write_llama2c
+from tests.convert_sources import write_llama2c, write_llama2c_torch
 
 CONFIG = BASE_CONFIG | {"hidden_size": 48, "intermediate_size": 80, "vocab_size": 40}
 
@@ -88,3 +89,30 @@ def test_tokenizer_beside_the_checkpoint_is_found_by_content(shared_data: Path, 
     text = theirs.decode(golden["ids"])
     assert ours.encode(text).ids == theirs.encode(text).ids and ours.decode(golden["ids"]) == text
     assert ours.encode("Żółw 🐢 7").ids == theirs.encode("Żółw 🐢 7").ids
+
+
+# ---- training checkpoints (.pt) ----------------------------------------------------------------------------
+
+
+@pytest.mark.proves(format="llama2.c .pt", architecture="llama")
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_a_training_checkpoint_comes_back(prefix: str, tmp_path: Path) -> None:
+    made = config(tied=True)
+    tensors = random_tensors(made)
+    report = convert(write_llama2c_torch(tmp_path / "ckpt.pt", made, tensors, prefix), tmp_path / "out")
+    assert report is not None and report["proof"]["logits"]["passed"]
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == tensors.keys()
+    assert [name for name in tensors if not torch.equal(got[name], tensors[name])] == []
+    assert report["not_used"] == [{"source": "output.weight", "reason": "equals tok_embeddings.weight"}]
+    assert report["metadata_not_used"]["optimizer"] == "state of the training"
+    assert load_config(tmp_path / "out").max_position_embeddings == 512
+
+
+def test_other_archives_say_what_they_lack(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.ones(1)}, tmp_path / "a.pt")
+    with pytest.raises(ConvertError, match=r"a torch archive of a\.weight, not of model and model_args"):
+        open_source(tmp_path / "a.pt")
+    (tmp_path / "b.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-30])
+    with pytest.raises(ConvertError, match="not a sound zip archive"):
+        open_source(tmp_path / "b.pt")
