@@ -84,7 +84,8 @@ def write_litgpt(
     state.setdefault("lm_head.weight", state["transformer.wte.weight"])
     said = {
         "name": "tiny", "hf_config": {"org": "o", "name": "tiny"}, "block_size": config["max_position_embeddings"],
-        "n_layer": 2, "n_embd": config["hidden_size"], "n_head": config["num_attention_heads"],
+        "n_layer": config["num_hidden_layers"], "n_embd": config["hidden_size"],
+        "n_head": config["num_attention_heads"],
         "n_query_groups": config["num_key_value_heads"], "head_size": config["head_dim"], "bias": False,
         "intermediate_size": config["intermediate_size"], "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP",
         "norm_eps": 1e-5, "parallel_residual": False, "rotary_percentage": 1.0, "vocab_size": 38,
