@@ -22,9 +22,11 @@ from model.layers import MLP, Attention, Layer
 from model.ops.cpu.bench_report import Calls, Clock, Others, Report, measure_limits
 from model.ops.cpu.build import find_library
 from model.ops.cpu.native import CpuOps
+from model.ops.cpu.packed import QUANTIZED
 from model.ops.interface import AttentionTables, Ops, PackedLinear
 from model.ops.reference import ReferenceOps
 from model.rope import cos_sin_table
+from model.weights import HEAD_QUANTIZATION
 
 CONFIG = ModelConfig.from_dict(
     {
@@ -63,16 +65,21 @@ class Model:
     linears: list[PackedLinear]  # four a layer
 
     @classmethod
-    def of(cls, ops: Ops, weights: list[Tensor]) -> Model:
+    def of(cls, ops: Ops, weights: list[Tensor], quantization: str | None = None) -> Model:
         embedding = weights[0]
         norm = torch.ones(HIDDEN, dtype=embedding.dtype)
-        packed = [ops.pack_linear(weight, None) for weight in weights[1:]]
+        packed = [ops.pack_linear(weight, None, quantization) for weight in weights[1:]]
         layers = []
         for qkv, out, gate_up, down in zip(*(packed[part::4] for part in range(4)), strict=True):
             attention = Attention(qkv, out, None, None, 1e-5, CONFIG.attention_scale, None)
             layers.append(Layer(norm, attention, norm, MLP(gate_up, down)))
-        head, table = ops.pack_linear(embedding, None), cos_sin_table(CONFIG, 8192, "cpu")
+        head = ops.pack_linear(embedding, None, quantization and HEAD_QUANTIZATION)
+        table = cos_sin_table(CONFIG, 8192, "cpu")
         return cls(ops, Decoder(CONFIG, ops, embedding, tuple(layers), norm, head, table), packed)
+
+    @property
+    def layer_bytes(self) -> int:
+        return sum(linear.nbytes for linear in self.linears)
 
     def all_linears(self, inputs: dict[int, Tensor]) -> None:
         """Every matrix of the layers once; inputs: width -> rows of it."""
@@ -86,7 +93,7 @@ def bench_linears(report: Report, models: dict[str, Model], dtype: torch.dtype) 
     for rows in (1, 8, 32, 128, 512):
         inputs = {width: torch.randn(rows, width).to(dtype) for width in (HIDDEN, INNER)}
         calls: Calls = {name: partial(model.all_linears, inputs) for name, model in models.items()}
-        report.line(f"linears, {rows} rows", LAYER_WEIGHTS * dtype.itemsize, 2 * rows * LAYER_WEIGHTS, calls)
+        report.line(f"linears, {rows} rows", models["native"].layer_bytes, 2 * rows * LAYER_WEIGHTS, calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +152,7 @@ def bench_decoder(report: Report, models: dict[str, Model], dtype: torch.dtype) 
     """Whole steps: decoding at context 256, and a prompt of 512."""
     for sequences, length, asked in ((1, 256, 1), (8, 256, 1), (32, 256, 1), (1, 512, 512)):
         scene = Scene.of(sequences, length, asked, dtype)
-        num_bytes = (LAYER_WEIGHTS + HEAD_WEIGHTS) * dtype.itemsize + scene.kv_bytes
+        num_bytes = models["native"].layer_bytes + models["native"].decoder.head.nbytes + scene.kv_bytes
         flops = 2 * sequences * (asked * LAYER_WEIGHTS + HEAD_WEIGHTS) + scene.attention_flops
         calls: Calls = {
             name: partial(model.decoder.forward, scene.batch, scene.cache) for name, model in models.items()
@@ -156,6 +163,7 @@ def bench_decoder(report: Report, models: dict[str, Model], dtype: torch.dtype) 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m model.ops.cpu.bench", description=__doc__)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--quantization", choices=sorted(QUANTIZED), help="of the native weights")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--cpu-time", action="store_true", help="one thread, its CPU time instead of the wall's")
     parser.add_argument("--no-reference", action="store_true", help="native only")
@@ -169,10 +177,13 @@ def main() -> int:
         all_ops["reference"] = ReferenceOps()
     clock = Clock(arguments.cpu_time, arguments.seconds)
     limits = measure_limits(clock)
-    print(f"{native.description}; {torch.get_num_threads()} threads; {arguments.dtype}; SmolLM2-135M shapes")
+    kind = f"{arguments.dtype}, weights {arguments.quantization or arguments.dtype}"
+    print(f"{native.description}; {torch.get_num_threads()} threads; {kind}; SmolLM2-135M shapes")
     print(f"read {limits.bytes_per_second / 1e9:.1f} GB/s, fp32 {limits.flops_per_second / 1e9:.1f} GFLOP/s")
     weights = random_weights(dtype)
-    models = {name: Model.of(ops, weights) for name, ops in all_ops.items()}
+    models = {"native": Model.of(native, weights, arguments.quantization)}
+    if not arguments.no_reference:
+        models["reference"] = Model.of(all_ops["reference"], weights)
     report = Report(clock, Others())
     bench_linears(report, models, dtype)
     bench_attention(report, all_ops, dtype)
