@@ -5,7 +5,6 @@ Knows no model: names, shapes and bytes. A file shorter than its header promises
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model.safetensors_header import INDEX, Entry, WeightsError, check_size, read_header
+from model.shard_index import read_shards
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 HARMLESS = ".rotary_emb.inv_freq"
@@ -30,22 +30,16 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """Read and check the headers of all files. Raises WeightsError."""
-        index = folder / INDEX
-        placed = _weight_map(index) if index.exists() else {}
-        files = sorted({folder / name for name in placed.values()} or folder.glob("*.safetensors"))
-        if not files:
-            raise WeightsError(f"{folder} holds no *.safetensors file")
+        if (folder / INDEX).exists():
+            return cls(folder, read_shards(folder / INDEX, _checked))
         entries: dict[str, Entry] = {}
-        for path in files:
-            header = read_header(path)
-            check_size(path, header)
-            for name, entry in header.entries.items():
+        for path in sorted(folder.glob("*.safetensors")):
+            for name, entry in _checked(path).items():
                 if name in entries:
                     raise WeightsError(f"tensor {name} is both in {entries[name].path.name} and in {path.name}")
                 entries[name] = entry
-        for name, file in placed.items():
-            if name not in entries or entries[name].path.name != file:
-                raise WeightsError(f"{INDEX} places tensor {name} in {file}, which does not hold it")
+        if not entries:
+            raise WeightsError(f"{folder} holds no *.safetensors file")
         return cls(folder, entries)
 
     def __contains__(self, name: str) -> bool:
@@ -85,14 +79,8 @@ class Checkpoint:
             raise WeightsError(f"{files}: the model has no use for tensor {', '.join(left[:3])}{more}")
 
 
-def _weight_map(path: Path) -> dict[str, str]:
-    try:
-        placed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"{path} is not an index of safetensors files: {error!r}") from None
-    for name, file in placed.items():
-        if Path(file).name != file:
-            raise WeightsError(f"{path.name} places tensor {name} outside the folder: {file}")
-        if not (path.parent / file).exists():
-            raise WeightsError(f"{path.name} names {file}, which is missing from {path.parent}")
-    return dict(placed)
+def _checked(path: Path) -> dict[str, Entry]:
+    """The tensors of one file, which is as long as it says."""
+    header = read_header(path)
+    check_size(path, header)
+    return header.entries

@@ -245,7 +245,7 @@ def test_an_index_that_leaves_the_folder(
     place: str, sound: Sound, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = json.dumps({"weight_map": {"model.norm.weight": place}}).encode()
-    assert f"{place!r} is not in the folder" in refusal(sound, raw, tmp_path, capsys)
+    assert f"outside the folder: {place!r}" in refusal(sound, raw, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("sound", ["sentencepiece bpe"], indirect=True)

@@ -174,7 +174,7 @@ def test_an_empty_folder(folder: Path) -> None:
 def test_a_missing_shard(folder: Path) -> None:
     shard(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"names model-00002-of-00002\.safetensors, which is missing"):
+    with pytest.raises(WeightsError, match=r"1 of 2 files are missing: copy model-00002-of-00002\.safetensors again"):
         load(folder)
     (folder / INDEX).unlink()
     with pytest.raises(WeightsError, match="lacks tensor"):
@@ -185,7 +185,7 @@ def test_a_tensor_in_two_shards(folder: Path) -> None:
     placed = shard(folder)
     first, second = sorted(set(placed.values()))
     save_file(load_file(folder / first) | {EMBEDDING: torch.zeros(1), NORM: torch.zeros(1)}, folder / first)
-    with pytest.raises(WeightsError, match=f"tensor .* is both in {first} and in {second}"):
+    with pytest.raises(WeightsError, match=f"{first} holds tensor .*, which {INDEX} places in {second}"):
         load(folder)
 
 
@@ -194,7 +194,16 @@ def test_a_stale_index(folder: Path) -> None:
     first, second = sorted(set(placed.values()))
     placed[NORM] = first if placed[NORM] == second else second
     (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
-    with pytest.raises(WeightsError, match=f"places tensor {NORM} in {placed[NORM]}, which does not hold it"):
+    other = second if placed[NORM] == first else first
+    with pytest.raises(WeightsError, match=f"{other} holds tensor {NORM}, which {INDEX} places in {placed[NORM]}"):
+        load(folder)
+
+
+def test_a_tensor_that_only_the_index_knows(folder: Path) -> None:
+    placed = shard(folder)
+    file = placed[NORM]
+    (folder / INDEX).write_text(json.dumps({"weight_map": placed | {"ghost": file}}))
+    with pytest.raises(WeightsError, match=f"{INDEX} places tensor ghost in {file}, which does not hold it"):
         load(folder)
 
 

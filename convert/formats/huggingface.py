@@ -16,6 +16,7 @@ from convert.json_file import read_json, read_text
 from convert.source import Source, SourceTensor, file_tensor
 from convert.tokenizer.folder import folder_tokenizer
 from model.safetensors_header import INDEX, WeightsError, check_size, read_header
+from model.shard_index import read_shards
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
@@ -51,22 +52,10 @@ def read_folder(folder: Path) -> dict[str, SourceTensor]:
     """The tensors of the single file or of every shard that the index names, each in the file that it is said to be."""
     if not (folder / INDEX).is_file():
         return read_safetensors(folder / SINGLE)
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConvertError("no weight_map", folder / INDEX)
-    table: dict[str, SourceTensor] = {}
-    for shard in sorted(set(map(str, weight_map.values()))):
-        if Path(shard).name != shard or not (folder / shard).is_file():
-            raise ConvertError(f"shard {shard!r} is not in the folder", folder / INDEX)
-        found = read_safetensors(folder / shard)
-        twice = found.keys() & table.keys()
-        stray = [name for name in found if weight_map.get(name) != shard]
-        if twice or stray:
-            raise ConvertError(f"tensor {sorted(twice or stray)[0]!r} is not where {INDEX} says", folder / shard)
-        table |= found
-    if missing := sorted(weight_map.keys() - table.keys()):
-        raise ConvertError(f"tensor {missing[0]!r} is in no shard", folder / INDEX)
-    return table
+    try:
+        return read_shards(folder / INDEX, read_safetensors)
+    except WeightsError as error:
+        raise ConvertError(str(error), folder) from None
 
 
 def read_safetensors(path: Path) -> dict[str, SourceTensor]:

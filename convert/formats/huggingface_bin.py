@@ -17,6 +17,8 @@ from convert.formats.internlm2 import internlm2_source
 from convert.formats.torch_pickle import read_torch, state_tensors
 from convert.json_file import read_json
 from convert.source import Source, SourceTensor
+from model.safetensors_header import WeightsError
+from model.shard_index import read_shards
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
@@ -49,18 +51,7 @@ def open_huggingface_bin(folder: Path) -> Source:
 def _tensors(folder: Path) -> dict[str, SourceTensor]:
     if not (folder / INDEX).is_file():
         return state_tensors(folder / SINGLE, read_torch(folder / SINGLE))
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConvertError("no weight_map", folder / INDEX)
-    table: dict[str, SourceTensor] = {}
-    for shard in sorted(set(map(str, weight_map.values()))):
-        path = folder / shard
-        if Path(shard).name != shard or not path.is_file():
-            raise ConvertError(f"shard {shard!r} is not in the folder", folder / INDEX)
-        found = state_tensors(path, read_torch(path))
-        if stray := [name for name in found if weight_map.get(name) != shard]:
-            raise ConvertError(f"tensor {stray[0]!r} is not where {INDEX} says", path)
-        table |= found
-    if missing := sorted(weight_map.keys() - table.keys()):
-        raise ConvertError(f"tensor {missing[0]!r} is in no shard", folder / INDEX)
-    return table
+    try:
+        return read_shards(folder / INDEX, lambda path: state_tensors(path, read_torch(path)))
+    except WeightsError as error:
+        raise ConvertError(str(error), folder) from None

@@ -5,7 +5,6 @@ Knows nothing of configs or of what a tensor is for.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from convert.errors import ConvertError
 from convert.formats.gguf_header import TensorRow
 from model.kv_cost import DTYPE_BYTES
 from model.safetensors_header import INDEX, WeightsError, read_header
+from model.shard_index import read_index
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 GGML_FLOATS = {0: "float32", 1: "float16", 28: "float64", 30: "bfloat16"}
@@ -57,13 +57,9 @@ def _shards(folder: Path) -> list[Path]:
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConvertError("not an index of shards (no weight_map): copy the file again", index) from None
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ConvertError(f"{len(missing)} of {len(names)} files are missing: copy {missing[0]} again", index)
-    return [folder / name for name in names]
+        return sorted({folder / name for name in read_index(index).values()})
+    except WeightsError as error:
+        raise ConvertError(str(error), folder) from None
 
 
 def _read_header(path: Path) -> list[StoredTensor]:
