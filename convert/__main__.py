@@ -121,7 +121,7 @@ class _Bar:
             print(what, file=sys.stderr)
         elif self.terminal:
             end = "\n" if done == total else ""
-            print(f"\r{what} {100 * done // total:3} % of {total / 1e6:,.0f} MB", end=end, file=sys.stderr, flush=True)
+            print(f"\r{what} {100 * done // total:3} %", end=end, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

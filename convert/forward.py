@@ -6,7 +6,7 @@ Legend: T tokens, H query heads, K key/value heads, D head_dim, d hidden size, V
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convert.dtypes import Float32
+
+OnLayer = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class Reading(Protocol):
         """RoPE on x [T, heads, D] with cos, sin [T, 1, n / 2], in this reading's pairing."""
 
 
-def logits(reading: Reading, ids: Sequence[int]) -> Float32:
-    """fp32 [T, V] for the tokens `ids` from position 0."""
+def logits(reading: Reading, ids: Sequence[int], on_layer: OnLayer = lambda: None) -> Float32:
+    """fp32 [T, V] for the tokens `ids` from position 0. on_layer is called after each layer: it is slow work."""
     dims = reading.dimensions
     x = reading.weight("embed")[np.asarray(ids)]
     angles = np.arange(len(ids))[:, None, None] * dims.inverse_frequencies[None, None, :]
@@ -60,6 +62,7 @@ def logits(reading: Reading, ids: Sequence[int]) -> Float32:
     for layer in range(dims.layers):
         x = x + _attention(reading, layer, _norm(x, reading.weight("attn_norm", layer), dims.eps), cos, sin)
         x = x + _mlp(reading, layer, _norm(x, reading.weight("mlp_norm", layer), dims.eps))
+        on_layer()
     return _norm(x, reading.weight("norm"), dims.eps) @ reading.weight("head").T
 
 

@@ -18,6 +18,7 @@ from convert.plan import Target
 from convert.source import Source
 
 JOURNAL = "journal.jsonl"
+LARGEST_CONFIG = 32 << 20
 
 
 class Journal:
@@ -72,10 +73,27 @@ def _keep_only(folder: Path, names: set[str]) -> None:
             path.unlink()
 
 
+def source_files(source: Source) -> list[Path]:
+    """The files with tensors, and of a folder the small ones beside them: configs and tokenizers."""
+    files = {tensor.path for tensor in source.table.values()}
+    if source.path.is_dir():
+        beside = [path for path in source.path.iterdir() if path.is_file()]
+        files |= {path for path in beside if path.stat().st_size <= LARGEST_CONFIG}
+    return sorted(files)
+
+
+def hashes_of(files: Sequence[Path]) -> dict[str, dict[str, int | str]]:
+    """File name -> bytes and SHA-256."""
+    found: dict[str, dict[str, int | str]] = {}
+    for path in files:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        found[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
+    return found
+
+
 def plan_digest(source: Source, targets: Sequence[Target], version: int) -> str:
     """Changes with the plan, and with the name, size or time of any file of the source."""
-    files = {target.source.path for target in targets}
-    files |= {path for path in source.path.iterdir() if path.is_file()} if source.path.is_dir() else {source.path}
-    states = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(files)]
+    states = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in source_files(source)]
     rows = [(t.name, t.dtype, t.shape, t.source.name, t.source.stored, t.transform) for t in targets]
     return hashlib.sha256(json.dumps([version, states, rows]).encode()).hexdigest()

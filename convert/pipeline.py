@@ -15,16 +15,16 @@ from convert.atomic import atomic_folder, check_free_disk
 from convert.detect import open_source
 from convert.dtypes import TORCH_NAMES
 from convert.errors import ConvertError
-from convert.journal import Journal, plan_digest
+from convert.journal import Journal, hashes_of, plan_digest, source_files
 from convert.plan import Target, make_plan
 from convert.report import CONVERTER_VERSION, REPORT_FILE, is_lossless, make_report
 from convert.source import Source
 from convert.tokenizer.assemble import to_json
-from convert.verify import prove, require
+from convert.verify import FORWARDS, Proof, prove, require
 from convert.write import SHARD_BYTES, write_tensors, write_text
 
 Progress = Callable[[str, int, int], None]
-"""progress(what, done, total): bytes while writing, 0 of 0 for a notice."""
+"""progress(what, done, total): bytes while writing, layers while proving, 0 of 0 for a notice."""
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -66,13 +66,14 @@ def _fill(folder: Path, source: Source, targets: list[Target], progress: Progres
         write_text(folder / "config.json", to_json(config))
     with _timed(seconds, "weights"):
         hashes = _write(folder, targets, progress, journal, shard_bytes)
-    progress("proving", 0, 0)
     with _timed(seconds, "proof"):
-        proof = prove(folder, source, is_lossless(targets))
+        proof = _prove(folder, source, targets, progress)
     require(proof, source.path)
+    with _timed(seconds, "hashes of the source"):
+        source_hashes = hashes_of(source_files(source))
     journal.close()
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    report = make_report(source, targets, hashes, files, proof.as_json(), seconds)
+    report = make_report(source, targets, hashes, files, proof.as_json(), seconds, source_hashes)
     write_text(folder / REPORT_FILE, to_json(report))
     return report
 
@@ -91,6 +92,19 @@ def _write(
 
     write_tensors(targets, folder, on_tensor, journal, shard_bytes)
     return hashes
+
+
+def _prove(folder: Path, source: Source, targets: list[Target], progress: Progress) -> Proof:
+    done, total = 0, FORWARDS * source.values()["num_hidden_layers"]
+
+    def on_layer() -> None:
+        nonlocal done
+        done += 1
+        progress("proving", done, total)
+
+    proof = prove(folder, source, is_lossless(targets), on_layer)
+    progress("proving", total, total)
+    return proof
 
 
 def _main_dtype(targets: list[Target]) -> str:

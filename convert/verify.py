@@ -21,7 +21,7 @@ from convert.detect import open_source
 from convert.dtypes import Float32, raw_bytes
 from convert.errors import ConvertError
 from convert.formats.huggingface import open_huggingface
-from convert.forward import logits
+from convert.forward import OnLayer, logits
 from convert.json_file import read_json
 from convert.readings import TensorReading, source_reading
 from convert.report import REPORT_FILE
@@ -33,6 +33,7 @@ PROBE_TEXT = (
     "a big dog. The dog was very happy, and Lily wanted to play with the dog."
 )
 PROBE_TOKENS = 32
+FORWARDS = 3  # of the result, of the result in the other pairing, of the source
 PAIRING_LAYERS = 8
 CLEAR_NATS = 0.5
 SAME_ROTATION = 1e-3  # relative: scalings are stored in fp32, and llama3's is read back from a table of ratios
@@ -126,21 +127,24 @@ class Proof:
         return {"summary": self.lines(), **asdict(self)}
 
 
-def prove(folder: Path, source: Source | None, lossless: bool) -> Proof:
-    """Check `folder`, and compare it with `source` where there is one. Does not raise on a bad verdict: see refusal."""
+def prove(folder: Path, source: Source | None, lossless: bool, on_layer: OnLayer = lambda: None) -> Proof:
+    """Check `folder`, and compare it with `source` where there is one. Does not raise on a bad verdict: see refusal.
+
+    on_layer is called after each layer of each forward, of which there are at most FORWARDS.
+    """
     with np.errstate(all="ignore"):  # absurd weights give inf and NaN: the comparison reports them
-        return _prove(folder, source, lossless)
+        return _prove(folder, source, lossless, on_layer)
 
 
-def _prove(folder: Path, source: Source | None, lossless: bool) -> Proof:
+def _prove(folder: Path, source: Source | None, lossless: bool, on_layer: OnLayer) -> Proof:
     result = source_reading(open_huggingface(folder))
     ids, is_text = probe_ids(folder)
-    ours = logits(result, ids)
-    text = text_evidence(result, ours, ids) if is_text else None
+    ours = logits(result, ids, on_layer)
+    text = text_evidence(result, ours, ids, on_layer) if is_text else None
     if source is None:
         return Proof(None, pairing_of(result), text, None, None)
     original = source_reading(source)
-    comparison = compare_logits(logits(original, ids), ours, lossless)
+    comparison = compare_logits(logits(original, ids, on_layer), ours, lossless)
     rotation = compare_rotation(original, result)
     return Proof(pairing_of(original), pairing_of(result), text, rotation, comparison)
 
@@ -160,12 +164,12 @@ def _rotation(reading: TensorReading) -> NDArray[np.float64]:
     return np.concatenate([dims.inverse_frequencies, far, [dims.rope_scale]])
 
 
-def text_evidence(result: TensorReading, ours: Float32, ids: list[int]) -> TextEvidence:
+def text_evidence(result: TensorReading, ours: Float32, ids: list[int], on_layer: OnLayer) -> TextEvidence:
     """The dynamic test: rotated in the wrong pairs, a trained model predicts text clearly worse.
 
     Says nothing of a model that knows no text, or of a probe of a few tokens.
     """
-    other = logits(replace(result, adjacent=not result.adjacent), ids)
+    other = logits(replace(result, adjacent=not result.adjacent), ids, on_layer)
     nll, other_nll = _nll(ours, ids), _nll(other, ids)
     verdict: Verdict = "undetermined"
     knows_text = min(nll, other_nll) + CLEAR_NATS < math.log(ours.shape[-1])  # better than any token alike

@@ -79,7 +79,7 @@ def attempt(sound: Sound, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         shutil.rmtree(out)
         return None
     assert code == 1 and left == ["source"]
-    lines = [line for line in error.splitlines() if line != "proving"]
+    lines = error.splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"ropeway convert: {tmp_path / 'source'}"), error
     return lines[0]
 
