@@ -6,7 +6,7 @@ import pytest
 
 from convert.canonical import SIDE_FILES
 from convert.export import EXPORTS
-from convert.formats.gguf_model import ARCHITECTURES as GGUF_ARCHITECTURES
+from convert.formats.gguf_architectures import ARCHITECTURES as GGUF_ARCHITECTURES
 from convert.formats.quantised import SCHEMES
 from model.config import FAMILIES
 from tests.proof_table import ARCHITECTURES, Proof, collected, committed, table

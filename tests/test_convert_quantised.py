@@ -16,6 +16,7 @@ from convert.canonical import is_canonical
 from convert.errors import ConvertError
 from convert.formats.packed_numbers import EXPONENTS, FLOAT8
 from convert.pipeline import convert
+from server.plan.source import open_model
 from tests.conftest import BASE_CONFIG, KINDS, random_tensors
 from tests.convert_quantisers import CASES, compressed, fp8, gptq, mlx
 
@@ -80,6 +81,14 @@ def test_biases_and_norms_stay_beside_quantised_weights(kind: str, tmp_path: Pat
     want = write_quantised(tmp_path / "quantised", said, quantise, kind)
     convert(tmp_path / "quantised", tmp_path / "out")
     assert_exact(tmp_path / "out", want)
+
+
+def test_a_plan_counts_weights_as_they_are_served(tmp_path: Path) -> None:
+    said, quantise = CASES["gptq"]
+    want = write_quantised(tmp_path / "quantised", said, quantise)
+    planned = open_model(str(tmp_path / "quantised"))
+    assert {tensor.name: tensor.shape for tensor in planned.tensors} == {n: array.shape for n, array in want.items()}
+    assert {tensor.dtype for tensor in planned.tensors} == {"float32"}
 
 
 def test_settings_in_a_file_of_their_own(tmp_path: Path) -> None:

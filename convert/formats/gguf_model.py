@@ -1,44 +1,32 @@
 """From GGUF's metadata and tensor names to a `Source`: which architecture, which config, which Hugging Face names.
 
-Knows nothing of the container's bytes (gguf.py) or of tokenizers (tokenizer/gguf.py). Architectures not listed here
-are refused: the file does not say how its channels are paired, so this table must.
+Knows nothing of the container's bytes (gguf.py), of tokenizers (tokenizer/gguf.py) or of which architectures there are
+(gguf_architectures.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from convert.dtypes import NUMPY, Array
 from convert.errors import ConvertError
 from convert.formats.gguf import GgufFile, GgufTensor, read_gguf
+from convert.formats.gguf_architectures import (
+    ARCHITECTURES,
+    EMBEDDING,
+    HEAD,
+    QUERY_BIAS,
+    SIZES,
+    WINDOWED_LLAMA,
+    Architecture,
+)  # fmt: skip
 from convert.formats.gguf_fields import Fields
 from convert.formats.gguf_quants import PLAIN, dequantize
 from convert.formats.gguf_rope import TABLES, rope_config
-from convert.rope_pairing import Pairing
 from convert.source import ConfigEntry, Source, SourceTensor
 from convert.tokenizer.gguf import token_id, tokenizer_files
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What a GGUF architecture name means in Hugging Face terms."""
-
-    model_type: str
-    class_name: str
-    pairing: Pairing
-    stacked: bool = False  # q, k, v in one tensor; gate and up in one
-
-
-ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", "adjacent"),
-    "internlm2": Architecture("llama", "LlamaForCausalLM", "adjacent"),
-    "phi3": Architecture("phi3", "Phi3ForCausalLM", "split_half", stacked=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", "split_half"),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", "split_half"),
-}
 
 GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -116,31 +104,27 @@ def _source_tensor(tensor: GgufTensor) -> SourceTensor:
 
 
 def _config(file: GgufFile, fields: Fields, arch: Architecture) -> dict[str, ConfigEntry]:
-    embedding = file.tensors.get("token_embd.weight")
+    embedding = file.tensors.get(EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
         raise ConvertError("tensor token_embd.weight is missing or not a matrix", file.path)
     from_table = f"table of architectures ({fields.arch})"
-    heads, hidden = fields.get("attention.head_count"), fields.get("embedding_length")
+    sizes = {key: fields.get(name) for key, name in SIZES.items()}
+    heads, hidden, layers = (sizes[key] for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
     kv_heads = fields.get("attention.head_count_kv", int, heads.value)
     if fields.has("attention.key_length"):
         head_dim = fields.get("attention.key_length")
     else:
         head_dim = ConfigEntry(hidden.value // heads.value, "embedding_length / attention.head_count")
-    layers = fields.get("block_count")
     if layers.value > len(file.tensors):
         raise fields.fail("block_count", f"{layers.value} layers in a file of {len(file.tensors)} tensors")
     _check_heads(fields, heads.value, kv_heads.value, head_dim.value)
     config = {
         "architectures": ConfigEntry([arch.class_name], from_table),
         "model_type": ConfigEntry(arch.model_type, from_table),
-        "hidden_size": hidden,
-        "intermediate_size": fields.get("feed_forward_length"),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        **sizes,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "vocab_size": ConfigEntry(embedding.shape[0], "rows of token_embd.weight"),
-        "max_position_embeddings": fields.get("context_length"),
         "rms_norm_eps": fields.get("attention.layer_norm_rms_epsilon", float),
         "hidden_act": ConfigEntry("silu", from_table),
     }
@@ -164,9 +148,9 @@ def _check_heads(fields: Fields, heads: int, kv_heads: int, head_dim: int) -> No
 
 def _presence(file: GgufFile, arch: Architecture) -> dict[str, ConfigEntry]:
     """What only the presence of a tensor tells."""
-    tied = "output.weight" not in file.tensors
-    config = {"tie_word_embeddings": ConfigEntry(tied, f"output.weight is {'absent' if tied else 'present'}")}
-    for key, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_gate.bias")):
+    tied = HEAD not in file.tensors
+    config = {"tie_word_embeddings": ConfigEntry(tied, f"{HEAD} is {'absent' if tied else 'present'}")}
+    for key, tensor in (("attention_bias", QUERY_BIAS), ("mlp_bias", "blk.0.ffn_gate.bias")):
         if arch.model_type not in ("qwen2", "phi3"):
             there = tensor in file.tensors
             config[key] = ConfigEntry(there, f"{tensor} is {'present' if there else 'absent'}")
@@ -174,7 +158,7 @@ def _presence(file: GgufFile, arch: Architecture) -> dict[str, ConfigEntry]:
 
 
 def _window(fields: Fields, arch: Architecture) -> dict[str, ConfigEntry]:
-    """GGUF has no mistral architecture: a llama file with a window is one."""
+    """A window, and what it makes of a llama."""
     if not fields.has("attention.sliding_window"):
         return {}
     window = fields.get("attention.sliding_window")
@@ -184,8 +168,8 @@ def _window(fields: Fields, arch: Architecture) -> dict[str, ConfigEntry]:
         raise fields.fail("attention.sliding_window", f"windows of {arch.model_type} are not supported")
     return {
         "sliding_window": window,
-        "model_type": ConfigEntry("mistral", window.origin),
-        "architectures": ConfigEntry(["MistralForCausalLM"], window.origin),
+        "model_type": ConfigEntry(WINDOWED_LLAMA.model_type, window.origin),
+        "architectures": ConfigEntry([WINDOWED_LLAMA.class_name], window.origin),
     }
 
 

@@ -9,36 +9,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convert.errors import ConvertError
+from convert.formats.gguf_architectures import ARCHITECTURES, EMBEDDING, HEAD, QUERY_BIAS, SIZES, WINDOWED_LLAMA
 from convert.formats.gguf_header import TensorRow
-
-MODEL_TYPES = {"internlm2": "llama", "llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3"}
-KEYS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "max_position_embeddings": "context_length",
-}
 
 
 def config_from_gguf(metadata: Mapping[str, Any], rows: Sequence[TensorRow], dtype: str) -> dict[str, Any]:
     """config.json's keys for ModelConfig.from_dict. Raises ConvertError for what the converter would refuse too."""
     arch = metadata.get("general.architecture")
-    if arch not in MODEL_TYPES:
-        raise ConvertError(f"GGUF architecture {arch!r} is not supported (known: {', '.join(MODEL_TYPES)})")
-    config = {key: _number(metadata, f"{arch}.{name}") for key, name in KEYS.items()}
+    if arch not in ARCHITECTURES:
+        raise ConvertError(f"GGUF architecture {arch!r} is not supported (known: {', '.join(ARCHITECTURES)})")
+    config = {key: _number(metadata, f"{arch}.{name}") for key, name in SIZES.items()}
     heads = config["num_attention_heads"]
     shapes = {row.name: row.shape for row in rows}
-    if "token_embd.weight" not in shapes:
-        raise ConvertError("tensor token_embd.weight is missing")
+    if EMBEDDING not in shapes:
+        raise ConvertError(f"tensor {EMBEDDING} is missing")
     window = metadata.get(f"{arch}.attention.sliding_window") or None  # 0 stands for none
     return config | {
-        "model_type": "mistral" if window and arch == "llama" else MODEL_TYPES[str(arch)],
+        "model_type": (WINDOWED_LLAMA if window and arch == "llama" else ARCHITECTURES[str(arch)]).model_type,
         "num_key_value_heads": _number(metadata, f"{arch}.attention.head_count_kv", heads),
         "head_dim": _number(metadata, f"{arch}.attention.key_length", config["hidden_size"] // heads),
-        "vocab_size": shapes["token_embd.weight"][0],
-        "tie_word_embeddings": "output.weight" not in shapes,
-        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "vocab_size": shapes[EMBEDDING][0],
+        "tie_word_embeddings": HEAD not in shapes,
+        "attention_bias": QUERY_BIAS in shapes,
         "sliding_window": window,
         "dtype": dtype,
     }

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from convert.canonical import is_huggingface, needs_conversion
 from convert.demo import demo_model_file
 from convert.errors import ConvertError
 from convert.formats.gguf_header import MAGIC
@@ -57,6 +58,8 @@ def open_model(model: str | None) -> PlannedModel:
 
 
 def _open_folder(folder: Path) -> PlannedModel:
+    if is_huggingface(folder) and needs_conversion(folder):
+        return _open_convertible(folder)
     try:
         config = load_config(folder)
     except ConfigError:
