@@ -197,6 +197,17 @@ def test_transformers_reads_what_came_back_as_the_model_it_was(kind: str, tmp_pa
     assert (logits - reference_logits(model, tokens)).abs().max() < 1e-4
 
 
+def test_transformers_reads_the_gguf_of_a_phi3(tmp_path: Path) -> None:
+    """Another reader of the format judges names and layout (it knows nothing of windows or of longrope)."""
+    model, tokens = save_model("phi3", tmp_path / "hf"), some_tokens(60)
+    export(tmp_path / "hf", tmp_path / "there.gguf", "gguf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        read = {"gguf_file": "there.gguf", "attn_implementation": "eager", "dtype": torch.float32, "pad_token_id": 0}
+        again = type(model).from_pretrained(tmp_path, **read)
+    assert torch.equal(reference_logits(again, tokens), reference_logits(model, tokens))
+
+
 @pytest.mark.parametrize(
     ("to", "keys", "reason"),
     [
