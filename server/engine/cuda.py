@@ -50,9 +50,28 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
-        """Run once, so that kernels are compiled and libraries have their handles; then record."""
+        """Run once, so that kernels are compiled and libraries have their handles; then record.
+
+        Work in which the host takes part cannot be recorded, and is given back as it is.
+        """
         work()
+        if waits(work):
+            return work
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
         return graph.replay
+
+
+def waits(work: Work) -> bool:
+    """Whether the host waits for the device in it; it runs up to that place."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False

@@ -20,7 +20,7 @@ from model.config import load_config
 from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.kv_cost import layout_for
-from model.ops.interface import AttentionTables, LayerKV
+from model.ops.interface import AttentionTables, LayerKV, Ops
 from model.ops.reference import ReferenceOps
 from model.weights import load_decoder
 from server.engine.core import Engine
@@ -153,12 +153,10 @@ def rope_errors(visit: Visit, tokens: int) -> dict[str, float]:
 # ---- the model --------------------------------------------------------------------------------------------
 
 
-def _checkpoint(visit: Visit, device: torch.device, dtype: torch.dtype, batch_invariant: bool = False) -> Decoder:
+def _checkpoint(visit: Visit, ops: Ops, device: torch.device, dtype: torch.dtype) -> Decoder:
     """The same weights on any device, read from a folder as a server reads them."""
     with tempfile.TemporaryDirectory() as name:
         folder = write_checkpoint("toy" if visit.tiny else "stories", Path(name))
-        on_cpu = device.type == "cpu" and visit.on_gpu
-        ops = ReferenceOps() if on_cpu else visit.ops(batch_invariant)
         return load_decoder(folder, load_config(folder), ops, device, dtype)
 
 
@@ -187,13 +185,14 @@ def logits_of(decoder: Decoder, tokens: Tensor, prompt: int, device: torch.devic
 def check_model(visit: Visit) -> dict[str, Any]:
     """A stories-size checkpoint: prefill and decode against the CPU reference in fp32."""
     cpu = torch.device("cpu")
-    want_from = _checkpoint(visit, cpu, torch.float32)
+    want_from = _checkpoint(visit, ReferenceOps(), cpu, torch.float32)
     tokens = torch.randint(0, want_from.config.vocab_size, (24 if visit.tiny else 200,))
     prompt = len(tokens) - 8
     want = logits_of(want_from, tokens, prompt, cpu)
     errors = {}
     for dtype in (torch.float32, torch.bfloat16) if visit.on_gpu else (torch.float32,):
-        got = logits_of(_checkpoint(visit, visit.device, dtype), tokens, prompt, visit.device)
+        decoder = _checkpoint(visit, visit.ops(), visit.device, dtype)
+        got = logits_of(decoder, tokens, prompt, visit.device)
         errors[f"prefill {dtype}"] = error(got[:prompt], want[:prompt]) / BOUND[dtype]
         errors[f"decode {dtype}"] = error(got[prompt:], want[prompt:]) / BOUND[dtype]
     return verdict(errors, 3.0)  # six layers add up
@@ -230,7 +229,7 @@ def watch(engine: Engine) -> None:
 
 
 def _small_rig(visit: Visit, batch_invariant: bool) -> Rig:
-    decoder = _checkpoint(visit, visit.device, visit.dtype, batch_invariant)
+    decoder = _checkpoint(visit, visit.ops(batch_invariant), visit.device, visit.dtype)
     return Rig.of(visit, decoder, 4096, max_num_seqs=6 if visit.tiny else 24, max_len=200, budget=64)
 
 

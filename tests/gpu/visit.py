@@ -6,10 +6,12 @@ Knows no models.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from statistics import median
 
 import torch
@@ -56,9 +58,12 @@ class Visit:
         return torch.bfloat16 if self.on_gpu else torch.float32
 
     def ops(self, batch_invariant: bool = False) -> Ops:
-        """A GPU's own; the reference on a CPU."""
+        """A GPU's own; on a CPU the reference, under TRITON_INTERPRET=1 the GPU's in Triton's interpreter."""
         if self.on_gpu:
             return ops_for(self.device, batch_invariant)
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            interpreted: Ops = import_module("model.ops.triton.ops").TritonOps(batch_invariant)
+            return interpreted
         return ReferenceOps()
 
     def accelerator(self) -> Accelerator:
