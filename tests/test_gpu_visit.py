@@ -15,15 +15,19 @@ NOT_THERE = ("fastapi", "uvicorn", "starlette", "gguf", "httpx", "llguidance")
 """A machine with a GPU and no network may lack them."""
 
 
-def visit(tmp_path: Path, first: str, *args: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run the script; every Python process of it runs the statement `first` before anything else."""
+def visit(
+    tmp_path: Path, first: str, *args: str, on_kernels: bool = False
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run the script; every Python process of it runs the statement `first` before anything else.
+
+    on_kernels: the GPU's, in Triton's interpreter, in place of the reference operations.
+    """
     (tmp_path / "sitecustomize.py").write_text(first)
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": str(int(on_kernels))}
     results = tmp_path / "gpu.json"
     command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--tiny", "--json", str(results), *args]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=250
-    )
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=250)
     return done, json.loads(results.read_text())
 
 

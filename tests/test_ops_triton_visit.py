@@ -1,0 +1,16 @@
+"""The checks of a visit to a GPU, on the GPU's kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tests.interpreted_triton  # noqa: F401  (first)
+from tests.test_gpu_visit import visit
+
+
+@pytest.mark.parametrize("section", ["attention", "small-kernels", "model"])
+def test_the_checks_pass_on_the_kernels(section: str, tmp_path: Path) -> None:
+    done, found = visit(tmp_path, "", "--sections", section, on_kernels=True)
+    assert found[section]["status"] == "ok", done.stdout + done.stderr
