@@ -41,13 +41,17 @@ def main_convert(argv: Sequence[str]) -> int:
 
 
 def main_verify(argv: Sequence[str]) -> int:
-    """ropeway verify DIR [--against SRC]."""
+    """ropeway verify DIR [--against SRC | --quantization int8]."""
     parser = argparse.ArgumentParser("ropeway verify", description="Check a converted folder again.")
     parser.add_argument("dir", type=Path, metavar="DIR", help="a folder that `ropeway convert` made")
     parser.add_argument("--against", type=Path, metavar="SRC", help="the checkpoint it was made from")
+    quality_help = "what these weights cost instead: perplexity and KL against bf16, beside GGUF's q8_0 (CPU)"
+    parser.add_argument("--quantization", choices=["int8", "int4"], help=quality_help)
     parser.add_argument("--json", action="store_true", help="print the proof as JSON")
     args = parser.parse_args(argv)
-    return _one_line_errors(parser.prog, lambda: _verify(args))
+    if args.quantization and args.against:
+        parser.error("--against and --quantization are two questions: ask them one by one")
+    return _one_line_errors(parser.prog, lambda: _quality(args) if args.quantization else _verify(args))
 
 
 def _size(text: str) -> int:
@@ -100,6 +104,14 @@ def _verify(args: argparse.Namespace) -> int:
             print("logits: not compared (name the source with --against)")
         print("REFUSED" if refusal or problems else "verified")
     return 1 if refusal or problems else 0
+
+
+def _quality(args: argparse.Namespace) -> int:
+    from convert.quality import measure_quality  # torch: a conversion does without
+
+    comparison = measure_quality(args.dir, args.quantization)
+    print(json.dumps(comparison.as_json(), indent=2) if args.json else "\n".join(comparison.lines()))
+    return 0
 
 
 def _one_line_errors(name: str, command: Callable[[], int]) -> int:

@@ -1,0 +1,160 @@
+"""What quantised weights cost: perplexity, KL and greedy agreement against bf16 on a text that lies beside this file.
+
+Knows nothing of conversion. GGUF's q8_0 of the same layers is measured beside it, since a speed against q8_0 is fair
+only at a like cost. Legend: T tokens of a window, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from convert.errors import ConvertError
+from model.batch import Batch
+from model.config import load_config
+from model.decoder import Decoder
+from model.kv_cache import KVCache
+from model.kv_cost import layout_for
+from model.ops.cpu.build import UnavailableError, find_library
+from model.ops.cpu.native import CpuOps
+from model.ops.interface import PackedLinear
+from model.weights import load_decoder
+
+TEXT = Path(__file__).parent / "quality_text.txt"
+WINDOW, SLICE, PAGE_SIZE = 512, 128, 64
+"""Tokens that are read from position 0 on; of those, with logits in memory at a time; tokens of a page."""
+FAIR = 2.0
+"""A speed against q8_0 counts while our KL is at most this many times q8_0's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Of one kind of weights over the tokens that have a successor. kl: mean KL(bf16 || this), nats."""
+
+    weights: str
+    tokens: int
+    perplexity: float
+    kl: float
+    same_greedy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """bf16, the quantised weights, and q8_0."""
+
+    base: Quality
+    own: Quality
+    q8_0: Quality
+
+    @property
+    def kl_over_q8_0(self) -> float:
+        return self.own.kl / self.q8_0.kl if self.q8_0.kl > 0 else math.inf
+
+    def lines(self) -> list[str]:
+        """A table and its meaning, for people."""
+        title = f"over {self.base.tokens} tokens"
+        lines = [f"{title:<22} {'perplexity':>10} {'KL to bf16':>12} {'same greedy':>12}"]
+        for row in (self.base, self.own, self.q8_0):
+            lines.append(f"{row.weights:<22} {row.perplexity:10.3f} {row.kl:12.2e} {row.same_greedy:12.1%}")
+        verdict = "counts" if self.kl_over_q8_0 <= FAIR else "does not count"
+        ratio = f"KL is {self.kl_over_q8_0:.2f} times q8_0's (at most {FAIR:g})"
+        return [*lines, f"a speed of {self.own.weights} against q8_0 {verdict}: {ratio}"]
+
+    def as_json(self) -> dict[str, Any]:
+        """As --json prints it."""
+        return {**asdict(self), "kl_over_q8_0": self.kl_over_q8_0}
+
+
+class YardstickOps(CpuOps):
+    """Also rounds weights as q8_0 does, and then computes with them in fp32."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> PackedLinear:
+        if quantization == "q8_0":
+            return super().pack_linear(rounded_to_q8_0(weight), bias)
+        return super().pack_linear(weight, bias, quantization)
+
+
+def rounded_to_q8_0(weight: Tensor) -> Tensor:
+    """[N, K] -> f32 [N, K]: runs of 32 of a row become whole numbers to 127 times an fp16 scale."""
+    if weight.shape[1] % 32:
+        raise ValueError(f"q8_0 takes rows of whole runs of 32 weights; these have {weight.shape[1]}")
+    blocks = weight.float().reshape(-1, 32)
+    scale = blocks.abs().amax(1, keepdim=True) / 127
+    codes = (blocks / scale.clamp(min=1e-30)).round()
+    return (codes * scale.half().float()).view(weight.shape)
+
+
+def measure_quality(folder: Path, quantization: str) -> Comparison:
+    """Three forwards over the text, on the CPU. Raises ConvertError where it cannot be measured."""
+    windows = windows_of(folder)
+    try:
+        ops = YardstickOps(find_library())
+        decoders = {name: _load(folder, ops, name) for name in (quantization, "q8_0")}
+    except (UnavailableError, ValueError) as error:
+        raise ConvertError(f"the cost of {quantization} cannot be measured: {error}", folder) from error
+    base = _load(folder, ops, None)
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in ("bf16", *decoders)}
+    for ids in windows:
+        for expected, logits in _side_by_side(ids, base, list(decoders.values())):
+            for name, own in zip(sums, logits, strict=True):
+                sums[name] += _summed(logits[0], own, expected)
+    return Comparison(*(_quality(name, own, len(windows) * (WINDOW - 1)) for name, own in sums.items()))
+
+
+def windows_of(folder: Path) -> list[list[int]]:
+    """The text as whole windows of token ids."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConvertError("has no tokenizer.json: quality is measured on text", folder)
+    ids = Tokenizer.from_file(str(path)).encode(TEXT.read_text(encoding="utf-8")).ids
+    return [list(ids[start : start + WINDOW]) for start in range(0, len(ids) - WINDOW + 1, WINDOW)]
+
+
+def _load(folder: Path, ops: CpuOps, quantization: str | None) -> Decoder:
+    return load_decoder(folder, load_config(folder), ops, "cpu", torch.bfloat16, quantization, max_positions=WINDOW)
+
+
+def _side_by_side(ids: list[int], base: Decoder, others: list[Decoder]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """The next tokens [T], and the logits [T, V] f32 of base and others, a slice at a time."""
+    models = [base, *others]
+    hidden = [hidden_states(model, ids) for model in models]
+    for start in range(0, WINDOW - 1, SLICE):
+        end = min(start + SLICE, WINDOW - 1)
+        rows = [model.logits(states[start:end]) for model, states in zip(models, hidden, strict=True)]
+        yield torch.tensor(ids[start + 1 : end + 1]), rows
+
+
+def hidden_states(model: Decoder, ids: list[int]) -> Tensor:
+    """[T, D] of one sequence from position 0 on."""
+    count = len(ids)
+    layout = layout_for(model.config, PAGE_SIZE, "bfloat16")
+    pages = layout.pages_for(count)
+    cache = KVCache(layout, (pages + 1,) * len(layout.groups), "cpu")
+    positions, table = torch.arange(count), torch.arange(1, pages + 1, dtype=torch.int32).unsqueeze(0)
+    groups = len(layout.groups)
+    batch = Batch(
+        token_ids=torch.tensor(ids), positions=positions, slots=(positions + PAGE_SIZE,) * groups,
+        page_table=(table,) * groups, kv_lens=torch.tensor([count], dtype=torch.int32),
+        q_starts=torch.tensor([0, count], dtype=torch.int32), logits_rows=positions, max_q=count, max_kv=count,
+    )  # fmt: skip
+    return model.hidden(batch, cache)
+
+
+def _summed(base: Tensor, own: Tensor, expected: Tensor) -> Tensor:
+    """Of some rows: negative log-likelihood, KL and equal first choices, [3] f64."""
+    p, q = base.double().log_softmax(-1), own.double().log_softmax(-1)
+    nll = -q.gather(1, expected.unsqueeze(1)).sum()
+    kl = (p.exp() * (p - q)).sum()
+    return torch.stack((nll, kl, (base.argmax(-1) == own.argmax(-1)).double().sum()))
+
+
+def _quality(name: str, sums: Tensor, tokens: int) -> Quality:
+    nll, kl, same = (sums / tokens).tolist()
+    return Quality(name, tokens, math.exp(nll), kl, same)
