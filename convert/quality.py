@@ -1,6 +1,6 @@
 """What quantised weights cost: perplexity, KL and greedy agreement against bf16 on a text that lies beside this file.
 
-Knows nothing of conversion. GGUF's q8_0 of the same layers is measured beside it, since a speed against q8_0 is fair
+Knows nothing of conversion. GGUF's q8_0 of the same matrices is measured beside it, since a speed against q8_0 is fair
 only at a like cost. Legend: T tokens of a window, V vocabulary.
 """
 
@@ -73,12 +73,10 @@ class Comparison:
 
 
 class YardstickOps(CpuOps):
-    """Also rounds weights as q8_0 does, and then computes with them in fp32."""
+    """Rounds as q8_0 does whatever is to be quantised, layers and head, and computes with it in fp32."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> PackedLinear:
-        if quantization == "q8_0":
-            return super().pack_linear(rounded_to_q8_0(weight), bias)
-        return super().pack_linear(weight, bias, quantization)
+        return super().pack_linear(weight if quantization is None else rounded_to_q8_0(weight), bias)
 
 
 def rounded_to_q8_0(weight: Tensor) -> Tensor:
@@ -95,8 +93,11 @@ def measure_quality(folder: Path, quantization: str) -> Comparison:
     """Three forwards over the text, on the CPU. Raises ConvertError where it cannot be measured."""
     windows = windows_of(folder)
     try:
-        ops = YardstickOps(find_library())
-        decoders = {name: _load(folder, ops, name) for name in (quantization, "q8_0")}
+        ops, yardstick = CpuOps(find_library()), YardstickOps(find_library())
+        decoders = {
+            quantization: _load(folder, ops, quantization),
+            "q8_0": _load(folder, yardstick, "q8_0"),
+        }
     except (UnavailableError, ValueError) as error:
         raise ConvertError(f"the cost of {quantization} cannot be measured: {error}", folder) from error
     base = _load(folder, ops, None)

@@ -7,9 +7,10 @@ measured in the same run; native and reference take turns; medians count. On a b
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -83,21 +84,14 @@ def bench_neighbour(clock: Clock, model: Model, dtype: torch.dtype) -> None:
 @contextmanager
 def neighbour() -> Iterator[int]:
     """A process that is busy on the first of our cores while it is let run; stopped at first."""
-    process = multiprocessing.get_context("fork").Process(target=_be_busy, daemon=True)
-    process.start()
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    os.sched_setaffinity(process.pid, {min(os.sched_getaffinity(0))})
+    process.send_signal(signal.SIGSTOP)
     try:
         yield process.pid
     finally:
         process.kill()
-        process.join()
-
-
-def _be_busy() -> None:
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    while True:
-        pass
+        process.wait()
 
 
 def main() -> int:

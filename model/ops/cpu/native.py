@@ -149,5 +149,7 @@ def _both_native(x: Tensor, kv: LayerKV) -> bool:
 
 
 def _page_stride(kv: LayerKV) -> int:
-    assert kv.k[0].is_contiguous() and kv.k.stride() == kv.v.stride(), (kv.k.stride(), kv.v.stride())
-    return kv.k.stride(0)
+    _, _, page_size, head_dim = kv.k.shape
+    strides = kv.k.stride()
+    assert strides[1:] == (page_size * head_dim, head_dim, 1) and strides == kv.v.stride(), (strides, kv.v.stride())
+    return strides[0]
