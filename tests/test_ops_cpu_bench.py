@@ -41,7 +41,7 @@ def ops() -> TimedOps:
 
 
 def test_parts_of_a_step_are_counted_and_add_up(ops: TimedOps, capsys: pytest.CaptureFixture[str]) -> None:
-    bench_parts(TINY, ops, torch.bfloat16, 0.0)
+    bench_parts(TINY, ops, torch.bfloat16, None, 0.0)
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("step")] == ["step, 1 x 1 of 256", "step, 8 x 1 of 256"]
     parts = [re.fullmatch(r"  (\S.*?) +(\d+) calls +([\d.]+) ms +([\d.]+)%", line) for line in lines[1:8]]

@@ -22,6 +22,7 @@ from model.ops.cpu.bench_report import Calls, Clock, Others, Report, measure_lim
 from model.ops.cpu.bench_scene import SHAPES, Model, Scene, Shape
 from model.ops.cpu.build import find_library
 from model.ops.cpu.native import CpuOps
+from model.ops.cpu.packed import QUANTIZED
 from model.ops.interface import Ops
 from model.ops.reference import ReferenceOps
 
@@ -36,9 +37,7 @@ def bench_linears(report: Report, models: dict[str, Model], dtype: torch.dtype) 
     for rows in (1, 8, 32, 128, 512):
         inputs = {width: torch.randn(rows, width).to(dtype) for _, width in shape.linears}
         calls: Calls = {name: partial(model.all_linears, inputs) for name, model in models.items()}
-        report.line(
-            f"linears, {rows} rows", shape.layer_weights * dtype.itemsize, 2 * rows * shape.layer_weights, calls
-        )
+        report.line(f"linears, {rows} rows", models["native"].layer_bytes, 2 * rows * shape.layer_weights, calls)
 
 
 def bench_attention(report: Report, shape: Shape, all_ops: dict[str, Ops], dtype: torch.dtype) -> None:
@@ -55,7 +54,7 @@ def bench_step(report: Report, models: dict[str, Model], dtype: torch.dtype) -> 
     shape = models["native"].shape
     for sequences, length, asked in ((1, 256, 1), (8, 256, 1), (32, 256, 1), (1, 512, 512)):
         scene = Scene.of(shape, sequences, length, asked, dtype)
-        num_bytes = (shape.layer_weights + shape.head_weights) * dtype.itemsize + scene.kv_bytes
+        num_bytes = models["native"].layer_bytes + models["native"].decoder.head.nbytes + scene.kv_bytes
         flops = 2 * sequences * (asked * shape.layer_weights + shape.head_weights) + scene.attention_flops
         calls: Calls = {
             name: partial(model.decoder.forward, scene.batch, scene.cache) for name, model in models.items()
@@ -121,14 +120,17 @@ def run(arguments: argparse.Namespace, shape: Shape, dtype: torch.dtype, what: t
     clock = Clock(arguments.cpu_time, arguments.seconds)
     report = Report(clock, Others())
     limits = measure_limits(clock)
-    print(f"{native.description}; {torch.get_num_threads()} threads; {arguments.dtype}; shape of {shape.name}")
+    kind = f"{arguments.dtype}, weights {arguments.quantization or arguments.dtype}"
+    print(f"{native.description}; {torch.get_num_threads()} threads; {kind}; shape of {shape.name}")
     print(
         f"read {limits.bytes_per_second / 1e9:.1f} GB/s, fp32 {limits.flops_per_second / 1e9:.1f} GFLOP/s", flush=True
     )
     if "attention" in what:
         bench_attention(report, shape, all_ops, dtype)
     if {"linears", "step", "neighbour"} & set(what):
-        models = {name: Model.of(ops, shape, dtype) for name, ops in all_ops.items()}
+        models = {"native": Model.of(native, shape, dtype, arguments.quantization)}
+        if not arguments.no_reference:
+            models["reference"] = Model.of(all_ops["reference"], shape, dtype)
         if "linears" in what:
             bench_linears(report, models, dtype)
         if "step" in what:
@@ -137,7 +139,7 @@ def run(arguments: argparse.Namespace, shape: Shape, dtype: torch.dtype, what: t
             bench_neighbour(clock, models["native"], dtype)
         del models
     if "parts" in what:
-        bench_parts(shape, TimedOps(find_library()), dtype, arguments.seconds)
+        bench_parts(shape, TimedOps(find_library()), dtype, arguments.quantization, arguments.seconds)
 
 
 if __name__ == "__main__":

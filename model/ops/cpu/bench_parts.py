@@ -59,9 +59,9 @@ class TimedOps(CpuOps):
         self._native = self.timed  # type: ignore[assignment]
 
 
-def bench_parts(shape: Shape, ops: TimedOps, dtype: torch.dtype, seconds: float) -> None:
+def bench_parts(shape: Shape, ops: TimedOps, dtype: torch.dtype, quantization: str | None, seconds: float) -> None:
     """One token for each of 1 and 8 sequences of 256, the forward and a greedy choice."""
-    model = Model.of(ops, shape, dtype)
+    model = Model.of(ops, shape, dtype, quantization)
     for sequences in (1, 8):
         scene, choice = Scene.of(shape, sequences, 256, 1, dtype), greedy(sequences)
 

@@ -21,6 +21,7 @@ from model.kv_cost import KVGroup, KVLayout
 from model.layers import MLP, Attention, Layer
 from model.ops.interface import AttentionTables, Ops, PackedLinear
 from model.rope import cos_sin_table
+from model.weights import HEAD_QUANTIZATION
 
 PAGE_SIZE = 16
 MAX_POSITIONS = 8192
@@ -82,18 +83,26 @@ class Model:
     linears: list[PackedLinear]  # four a layer
 
     @classmethod
-    def of(cls, ops: Ops, shape: Shape, dtype: torch.dtype) -> Model:
+    def of(cls, ops: Ops, shape: Shape, dtype: torch.dtype, quantization: str | None = None) -> Model:
         config = shape.config
         norm = torch.ones(config.hidden_size, dtype=dtype)
         samples = [random_weight(size, dtype) for size in shape.linears]
-        packed = [ops.pack_linear(sample.clone(), None) for _ in range(config.num_layers) for sample in samples]
+        packed = [
+            ops.pack_linear(sample.clone(), None, quantization) for _ in range(config.num_layers) for sample in samples
+        ]
         layers = []
         for qkv, out, gate_up, down in zip(*(packed[part::4] for part in range(4)), strict=True):
             attention = Attention(qkv, out, None, None, 1e-5, config.attention_scale, None)
             layers.append(Layer(norm, attention, norm, MLP(gate_up, down)))
         embedding = random_weight((config.vocab_size, config.hidden_size), dtype)
-        head, table = ops.pack_linear(embedding, None), cos_sin_table(config, MAX_POSITIONS, "cpu")
+        head = ops.pack_linear(embedding, None, quantization and HEAD_QUANTIZATION)
+        table = cos_sin_table(config, MAX_POSITIONS, "cpu")
         return cls(ops, shape, Decoder(config, ops, embedding, tuple(layers), norm, head, table), packed)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of the matrices of all layers, as they are packed."""
+        return sum(linear.nbytes for linear in self.linears)
 
     def all_linears(self, inputs: dict[int, Tensor]) -> None:
         """Every matrix of the layers once; inputs: width -> rows of it."""
