@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from model.batch import SampleBatch
 from model.kv_cache import KVCache
 from model.kv_cost import KVGroup, KVLayout
 from model.ops.interface import AttentionTables, LayerKV
@@ -140,7 +141,12 @@ def layer(
     return launch
 
 
-def cases(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
+def draws() -> SampleBatch:
+    plain, whole = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    return SampleBatch(plain, whole.int(), plain, plain, whole, whole, whole, num_logprobs=-1)
+
+
+def cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """The shapes of models people run, each head size once and each other property with one of them."""
     plain, invariant = TritonOps(False, PROCESSORS[arch]), TritonOps(True, PROCESSORS[arch])
     half, byte = torch.bfloat16, torch.int8
@@ -154,6 +160,7 @@ def cases(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "int8", layer(plain, 4, 128, half, byte, None)
     yield "fp8", layer(plain, 4, 128, half, torch.float8_e4m3fn, None)
     yield "fp32", layer(plain, 4, 64, torch.float32, torch.float32, None)
+    yield "sampling", lambda: plain.sample(torch.zeros(2, 128256), draws())
     yield "invariant", layer(invariant, 4, 128, half, half, None)
 
 

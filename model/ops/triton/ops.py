@@ -14,8 +14,7 @@ from torch import Tensor
 
 from model.batch import SampleBatch, Sampled
 from model.ops.interface import AttentionTables, LayerKV, PackedLinear
-from model.ops.reference_sampling import sample
-from model.ops.triton import layer
+from model.ops.triton import layer, sampling
 from model.ops.triton.attention import PagedAttention
 from model.ops.triton.linear import GPULinear
 
@@ -70,7 +69,7 @@ class TritonOps:
         layer.copy_pages(kv, src, dst)
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
-        return sample(logits, batch)
+        return sampling.sample(logits, batch)
 
 
 def _processors() -> int:
