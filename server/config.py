@@ -101,6 +101,9 @@ class ServeConfig:
     generation_defaults: bool = option(True, "sampling defaults from the model's generation_config.json", parse_flag)
     max_body_bytes: int = option(32 * 1024**2, "largest request body, e.g. 32MiB", parse_size, at_least=1)
     header_timeout: float = option(20.0, "seconds a client may take to send its headers", float, at_least=0.1)
+    keep_alive_timeout: float = option(
+        75.0, "seconds an idle connection is kept; let it exceed that of proxies and clients", float, at_least=1
+    )
     body_timeout: float = option(60.0, "seconds a client may take to send its request body", float, at_least=0.1)
     slow_reader_timeout: float = option(60.0, "seconds a client may leave its stream unread", float, at_least=0.1)
     stall_timeout: float = option(

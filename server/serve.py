@@ -142,6 +142,7 @@ def serve(config: ServeConfig, make_client: MakeClient = EngineClient) -> int:
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
         lifespan="on",
+        timeout_keep_alive=config.keep_alive_timeout,  # type: ignore[arg-type]  # whole seconds by type, any in use
         log_level="info" if config.access_log else "warning",
         access_log=config.access_log and config.log_format == "text",
         timeout_graceful_shutdown=FLUSH_SECONDS,

@@ -64,7 +64,7 @@ def live(
         tiny_model(),
         folder / "server.log",
         *("--api-key-file", str(folder / "keys"), "--cors-allow-origin", "https://app.example"),
-        *("--header-timeout", "0.5", "--body-timeout", "0.5", "--log-format", "json"),
+        *("--header-timeout", "0.5", "--body-timeout", "0.5", "--keep-alive-timeout", "1", "--log-format", "json"),
         *("--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces"),
     )
     server.wait_ready()
@@ -107,6 +107,14 @@ def test_pages_of_allowed_origins_may_call(live: LiveServer) -> None:
     assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers, "a page can read why"
     other = httpx.options(f"{live.url}/v1/completions", headers={"Origin": "https://other.example"} | asks)
     assert "access-control-allow-origin" not in other.headers
+
+
+def test_an_idle_connection_is_closed_when_its_time_is_over(live: LiveServer) -> None:
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b'{"status":"ok"}')
 
 
 @pytest.mark.parametrize(
