@@ -17,6 +17,8 @@ WORD = 4
 """Bytes of a word: 1 fp32, 2 bf16 or 4 8-bit weights of one output, K ascending."""
 GROUP = 64
 """Inputs that share the scale of a 4-bit weight: see csrc/linear_int4.cpp."""
+SHRINKINGS = (1.0, 0.9, 0.8)
+"""Scales of a group that are tried, relative to the one at which nothing is cut off."""
 MAX_INT8_INPUTS = 2**31 // (255 * 127)
 """So many products of an unsigned and a signed 8-bit value fit in a 32-bit sum."""
 
@@ -95,12 +97,12 @@ class Int4Linear:
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None, panel: int) -> Int4Linear:
-        """Symmetric: the largest weight of a group becomes 7. weight [N, K] f32; scales are bf16."""
+        """Scales of bf16, of either sign, those of SHRINKINGS that miss least. weight [N, K] f32."""
         outputs, inputs = weight.shape
         padded = F.pad(weight, (0, -inputs % GROUP, 0, -outputs % panel))
         groups = padded.view(padded.shape[0], -1, GROUP)
-        scale = (groups.abs().amax(2) / 7).to(torch.bfloat16)
-        codes = (groups / scale.float().clamp(min=1e-30).unsqueeze(2)).round_().clamp_(-7, 7).add_(8).to(torch.uint8)
+        scale = best_int4_scales(groups)
+        codes = int4_codes(groups, scale).add_(8).to(torch.uint8)
         halves = codes.view(*codes.shape[:2], -1, 2, WORD)  # [N, groups, steps, half, byte]
         words = (halves[..., 0, :] | halves[..., 1, :] << 4).view(torch.int32).squeeze(3)
         parts = (_turned(words, panel).flatten(2), _turned(scale.unsqueeze(2), panel).flatten(2).view(torch.int32))
@@ -119,6 +121,23 @@ class Int4Linear:
             x.data_ptr(), is_bf16(x), self.weight.data_ptr(), pointer(self.bias),
             out.data_ptr(), is_bf16(out), x.shape[0], self.out_features, self.in_features,
         )  # fmt: skip
+
+
+def best_int4_scales(groups: Tensor) -> Tensor:
+    """[N, groups, GROUP] f32 -> [N, groups] bf16: the largest weight at -8 or cut off, by the least squares."""
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True)).squeeze(2)
+    best, least = torch.zeros_like(largest, dtype=torch.bfloat16), torch.full_like(largest, torch.inf)
+    for shrinking in SHRINKINGS:
+        scale = (largest * (shrinking / -8)).to(torch.bfloat16)
+        error = (int4_codes(groups, scale).mul_(scale.float().unsqueeze(2)).sub_(groups)).square_().sum(2)
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    return best
+
+
+def int4_codes(groups: Tensor, scale: Tensor) -> Tensor:
+    """Whole numbers from -8 to 7; f32 as groups."""
+    divisor = torch.where(scale == 0, 1, scale.float()).unsqueeze(2)
+    return (groups / divisor).round_().clamp_(-8, 7)
 
 
 def _turned(values: Tensor, panel: int) -> Tensor:
