@@ -110,20 +110,22 @@ def test_an_id_without_meaning_cannot_lead_the_next_step_out_of_the_vocabulary()
 # ---- the same tokens --------------------------------------------------------------------------------------
 
 
-def submits(seed: int, count: int = 10) -> list[Submit]:
-    """Prompts and settings of every kind; a third of them plain."""
+PLAIN_SETTINGS: list[dict[str, Any]] = [{}, {"top_p": 0.8, "top_k": 9}, {"min_p": 0.1}]
+"""What is sampled within a recording."""
+OTHER_SETTINGS: list[dict[str, Any]] = [
+    {"logprobs": 0}, {"logprobs": 3}, {"n": 2}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.3},
+    {"logit_bias": ((5, 3.0),)}, {"allowed_token_ids": tuple(range(40, 60))}, {"prompt_logprobs": 2},
+    {"bad_words": ((7,),)},
+]  # fmt: skip
+
+
+def submits(seed: int, count: int = 10, plain: bool = False) -> list[Submit]:
+    """Prompts of every length, settings of every kind or plain ones."""
     rng, found = random.Random(seed), []
     for index in range(count):
-        fields: dict[str, Any] = {
-            "max_tokens": rng.randint(1, 20),
-            "temperature": rng.choice([0.0, 0.9]),
-            "seed": index,
-        }
-        fields |= rng.choice(
-            [{}, {}, {"top_p": 0.8, "top_k": 9}, {"min_p": 0.1}, {"logprobs": rng.randint(0, 3)}, {"n": 2},
-             {"presence_penalty": 1.0}, {"repetition_penalty": 1.3}, {"logit_bias": ((5, 3.0),)},
-             {"allowed_token_ids": tuple(range(40, 60))}, {"prompt_logprobs": 2}, {"bad_words": ((7,),)}]
-        )  # fmt: skip
+        fields: dict[str, Any] = {"max_tokens": rng.randint(1, 20), "seed": index}
+        settings = PLAIN_SETTINGS if plain else PLAIN_SETTINGS + OTHER_SETTINGS
+        fields |= {"temperature": rng.choice([0.0, 0.9])} | rng.choice(settings)
         prompt = [rng.randrange(VOCAB_SIZE - 3) for _ in range(rng.randint(1, 30))]
         found.append(Submit(f"r{index}", Submit.pack(prompt), SamplingParams(**fields)))
     return found
@@ -149,9 +151,11 @@ def everything(rows: list[Row]) -> dict[tuple[str, int], list[Any]]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-@pytest.mark.parametrize("seed", range(3))
-def test_recorded_decodes_say_what_the_plain_runner_says(kind: str, seed: int, tiny_model: Callable[..., Path]) -> None:
-    requests, folder = submits(seed), tiny_model(kind)
+@pytest.mark.parametrize(("seed", "only_plain"), [(0, False), (1, False), (2, True), (3, True)])
+def test_recorded_decodes_say_what_the_plain_runner_says(
+    kind: str, seed: int, only_plain: bool, tiny_model: Callable[..., Path]
+) -> None:
+    requests, folder = submits(seed, plain=only_plain), tiny_model(kind)
     plain = tell(PLAIN.engine(folder), requests, seed)
     recorded = tell(GRAPHS.engine(folder), requests, seed)
     assert everything(recorded) == everything(plain)
