@@ -73,7 +73,7 @@ class PagedAttention:
         out = new(tokens, q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         if tables.max_q > 1:
             self._prefill(q, kv, tables, out, scale, window)
-        self._decode(q, kv, tables, out, scale, window, mixed)
+        self._decode(q, kv, tables, out, scale, window)
         return out
 
     def _prefill(
@@ -98,7 +98,6 @@ class PagedAttention:
         out: Tensor,
         scale: float,
         window: int | None,
-        mixed: bool,
     ) -> None:
         group, channels = q.shape[1] // kv.k.shape[1], triton.next_power_of_2(q.shape[2])
         tile = (invariant_tile if self.batch_invariant else decode_tile)(group, channels, q.dtype)
@@ -109,7 +108,7 @@ class PagedAttention:
         marks = out if splits == 1 else q.new_empty(sequences, q.shape[1], slots, 2, dtype=torch.float32)
         shared = {
             "WINDOW": window or 0, "HEAD_DIM": q.shape[2], "N": tile.keys, "D": channels,
-            "SPLIT": FIXED_SPLIT if self.batch_invariant else 0, "LEAST": LEAST_SPLIT, "MIXED": mixed,
+            "SPLIT": FIXED_SPLIT if self.batch_invariant else 0, "LEAST": LEAST_SPLIT,
         }  # fmt: skip
         decode_kernel[(sequences, kv_heads, splits)](
             q, *cache.pointers(kv), tables.page_table, tables.kv_lens, tables.q_starts, out, parts, marks,

@@ -15,7 +15,7 @@ from model.ops.triton.kernels.dialect import rounded
 
 
 @triton.jit(
-    do_not_specialize=["splits", "table_stride"],
+    do_not_specialize=["splits", "slots", "table_stride"],
     do_not_specialize_on_alignment=["page_table", "kv_lens", "q_starts"],
 )
 def decode_kernel(
@@ -49,17 +49,15 @@ def decode_kernel(
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
     LEAST: tl.constexpr,
-    MIXED: tl.constexpr,
     IN_PLACE: tl.constexpr,
 ):
     """Program (sequence, KV head, split): the query heads of one token. IN_PLACE: one program owns all splits.
 
-    MIXED: sequences with another number of tokens than one belong to prefill_kernel.
+    Sequences with another number of tokens than one belong to prefill_kernel.
     """
     sequence, kv_head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(q_starts + sequence)
-    asked = tl.load(q_starts + sequence + 1) - row if MIXED else 1
-    if asked != 1:
+    if tl.load(q_starts + sequence + 1) - row != 1:
         return
     length = tl.load(kv_lens + sequence)
     heads = tl.num_programs(1) * G
@@ -102,7 +100,7 @@ def decode_kernel(
             tl.store(marks + slot * 2 + 1, total, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["kv_lens", "q_starts"])
+@triton.jit(do_not_specialize=["splits", "slots"], do_not_specialize_on_alignment=["kv_lens", "q_starts"])
 def merge_kernel(
     parts,
     marks,
@@ -117,14 +115,12 @@ def merge_kernel(
     D: tl.constexpr,
     SPLIT: tl.constexpr,
     LEAST: tl.constexpr,
-    MIXED: tl.constexpr,
     S: tl.constexpr,
 ):
     """Program (sequence, query head): its splits into one row. With SPLIT in index order, else all S at once."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(q_starts + sequence)
-    asked = tl.load(q_starts + sequence + 1) - row if MIXED else 1
-    if asked != 1:
+    if tl.load(q_starts + sequence + 1) - row != 1:
         return
     length = tl.load(kv_lens + sequence)
     first = tl.maximum(length - WINDOW, 0) if WINDOW else length * 0
