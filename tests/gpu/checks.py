@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.batch import Batch
+from model.batch import Batch, SampleBatch
 from model.config import load_config
 from model.decoder import Decoder
 from model.kv_cache import KVCache
@@ -26,6 +26,7 @@ from model.weights import load_decoder
 from server.engine.core import Engine
 from server.engine.messages import SamplingParams, Submit
 from server.engine.plan import Pending, StepPlan
+from server.engine.sampler import dense_part, with_dense_part
 from tests.fake_device import outputs
 from tests.gpu.models import PAGE_SIZE, Rig, write_checkpoint
 from tests.gpu.visit import Visit
@@ -150,6 +151,24 @@ def rope_errors(visit: Visit, tokens: int) -> dict[str, float]:
     return {f"rope {name} {tokens}": value for name, value in written.items()}
 
 
+def check_sampling(visit: Visit) -> dict[str, Any]:
+    """The same seeds draw the same tokens as the reference, but where two sums round apart at a threshold."""
+    rows, vocab = (9, 300) if visit.tiny else (64, 32000)
+    logits, each = 3 * torch.randn(rows, vocab), torch.arange(rows)
+    batch = SampleBatch(
+        temperature=(each % 3) * 0.5, top_k=(each % 4 * 20).int(), top_p=1 - 0.1 * (each % 2), min_p=0.02 * (each % 5),
+        seed=each + 11, choice=each % 2, index=each * 3, num_logprobs=5,
+    )  # fmt: skip
+    want = ReferenceOps().sample(logits.clone(), batch)
+    there = with_dense_part(batch, on(visit, *dense_part(batch)))
+    got = visit.ops().sample(logits.to(visit.device), there)
+    assert got.top_logprobs is not None and want.top_logprobs is not None
+    same = float((got.ids.cpu() == want.ids).double().mean())
+    apart = error(got.top_logprobs, want.top_logprobs.double())
+    is_right = same >= 0.98 and apart <= 1e-4 and bool(got.finite.all())
+    return {"status": "ok" if is_right else "wrong", "same": round(same, 4), "logprobs": apart}
+
+
 # ---- the model --------------------------------------------------------------------------------------------
 
 
@@ -270,6 +289,7 @@ def check_invariance(visit: Visit) -> dict[str, Any]:
 CHECKS: dict[str, Section] = {
     "attention": check_attention,
     "small-kernels": check_small_kernels,
+    "sampling": check_sampling,
     "model": check_model,
     "graphs": check_graphs,
     "invariance": check_invariance,
