@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.interpreted_triton  # noqa: F401  (first)
 from model.batch import SampleBatch
@@ -98,3 +99,23 @@ def test_a_row_is_sampled_alike_in_any_company() -> None:
     for rows in ([3], [8, 2, 7]):
         part = replace(batch, **{name: getattr(batch, name)[rows] for name in names})
         assert torch.equal(OPS.sample(logits[rows].clone(), part).ids, whole[rows])
+
+
+class NoQuestions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fails on what makes a host wait for a device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_is_asked_nothing() -> None:
+    index = torch.tensor([0, 2])
+    triple = (index, index, torch.tensor([1.5, 2.5]))
+    allowed = (index, torch.ones(2, 64, dtype=torch.bool))
+    batch = mixed(4, num_logprobs=2, repetition=triple, frequency=triple, bias=triple, allowed=allowed)
+    logits = randn(4, 64)
+    with NoQuestions():  # type: ignore[no-untyped-call]
+        OPS.sample(logits, batch)
+    with pytest.raises(AssertionError), NoQuestions():  # type: ignore[no-untyped-call]
+        REFERENCE.sample(logits, batch)
