@@ -61,7 +61,7 @@ test-sanitizers: $(VENV)/.dev ## The native operations under address and undefin
 	$(BIN)/python -m pytest -m "slow" tests/test_ops_cpu_build.py
 
 bench-cpu: $(VENV)/.demo ## The native CPU operations against what this machine's memory and arithmetic allow
-	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-1000} $(BIN)/python -m model.ops.cpu.bench
+	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-4000} $(BIN)/python -m model.ops.cpu.bench
 
 $(VENV)/.browser: $(VENV)/.dev
 	$(PIP) --editable '.[browser]'
@@ -74,7 +74,7 @@ bench-ui: $(VENV)/.browser ## Scripting time of one update of the page at 10,000
 	$(BIN)/python -m tests.bench_ui
 
 bench-engine: $(VENV)/.demo ## The engine's promises about time, each with its limit; wants a quiet machine
-	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-1000} $(BIN)/python -m server.engine.measure all
+	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-4000} $(BIN)/python -m server.engine.measure all
 	$(BIN)/python -m server.engine.bench
 
 soak: $(VENV)/.demo ## An hour of random traffic; fails if a process grows

@@ -54,7 +54,7 @@ def test_start_tells_the_facts_and_sets_openmp_before_the_spawn() -> None:
     async def test(client: EngineClient) -> None:
         assert client.info is not None and client.info.vocab_size == scripted_engine.VOCAB_SIZE
         assert client.info.pid != os.getpid()
-        assert (await client.query("state"))["spin"] == "1000"
+        assert (await client.query("state"))["spin"] == "4000"
 
     with_client(test)
 
