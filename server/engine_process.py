@@ -25,8 +25,8 @@ EngineMain = Callable[[Connection, EngineConfig], None]
 CHILD_ENVIRONMENT = {"GOMP_SPINCOUNT": "4000", "KMP_BLOCKTIME": "1"}
 """Idle threads spin about as long as Python takes between two operations (50 microseconds), then sleep.
 
-Measured by model.ops.cpu.bench on two Zen 3 cores: at 1000 a thread sleeps before the next operation and wakes late, which
-made a step 1.5 times as long; at 10000 a busy neighbour on one core costs more than a factor of two.
+Measured by model.ops.cpu.bench on two Zen 3 cores: at 1000 a thread sleeps before the next operation and wakes late,
+which made a step 1.5 times as long; at 10000 a busy neighbour on one core costs more than a factor of two.
 """
 
 
