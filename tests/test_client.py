@@ -50,7 +50,9 @@ async def aborted(client: EngineClient) -> dict[str, str]:
     return dict((await client.query("state"))["aborted"])
 
 
-def test_start_tells_the_facts_and_sets_openmp_before_the_spawn() -> None:
+def test_start_tells_the_facts_and_sets_openmp_before_the_spawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT")  # the suite's own
+
     async def test(client: EngineClient) -> None:
         assert client.info is not None and client.info.vocab_size == scripted_engine.VOCAB_SIZE
         assert client.info.pid != os.getpid()
