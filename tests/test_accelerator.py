@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 
 import httpx
 import pytest
@@ -208,8 +209,10 @@ def test_a_device_error_ends_every_stream_and_the_server(tiny_model: Callable[..
     try:
         live.wait_ready()
         with ThreadPoolExecutor() as pool:
-            streams = [pool.submit(stream, live, seed) for seed in (1, 2, DEVICE_ERROR)]
-            answers = [answer.result() for answer in streams]
+            running = Barrier(3)
+            streams = [pool.submit(stream, live, seed, running.wait) for seed in (1, 2)]
+            running.wait(30)  # a request that arrives after the error is not streamed: it meets a plain 503
+            answers = [stream(live, DEVICE_ERROR), *(answer.result() for answer in streams)]
         for answer in answers:
             assert "illegal memory access" in answer and answer.endswith("data: [DONE]\n\n"), answer
         assert not live.is_ready()
@@ -220,9 +223,13 @@ def test_a_device_error_ends_every_stream_and_the_server(tiny_model: Callable[..
         live.process.wait()
 
 
-def stream(live: LiveServer, seed: int) -> str:
-    body = {"prompt": "abc", "seed": seed, "stream": True, "max_tokens": 400, "ignore_eos": True}
-    return httpx.post(f"{live.url}/v1/completions", json=body, timeout=30).text
+def stream(live: LiveServer, seed: int, at_first_token: Callable[[], object] = lambda: None) -> str:
+    body = {"prompt": "abc", "seed": seed, "stream": True, "max_tokens": 500, "ignore_eos": True}
+    with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=30) as reply:
+        parts = reply.iter_text()
+        first = next(parts)
+        at_first_token()
+        return first + "".join(parts)
 
 
 def test_a_device_without_memory_is_not_a_broken_one() -> None:
