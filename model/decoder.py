@@ -6,7 +6,10 @@ Legend: T tokens, R rows with logits, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +20,23 @@ from model.config import ModelConfig
 from model.kv_cache import KVCache
 from model.layers import Layer, Step
 from model.ops.interface import AttentionTables, Ops, PackedLinear
+
+
+class LayersRunner(Protocol):
+    """All layers of one decoder over one cache, in one call."""
+
+    def __call__(self, x: Tensor, steps: Sequence[Step]) -> Tensor:
+        """x [T, D] embeddings, which may be overwritten; a step per group -> [T, D] after the last norm."""
+        ...
+
+
+@runtime_checkable
+class RunsLayers(Protocol):
+    """What operations may bring besides: a way through all layers that is faster than one operation at a time."""
+
+    def layers_runner(self, decoder: Decoder, kv: KVCache) -> LayersRunner | None:
+        """With the bits of the operations. None: this decoder and cache go operation by operation."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +54,24 @@ class Decoder:
     head: PackedLinear  # D -> V
     cos_sin: Tensor  # [positions, n] f32
     warnings: tuple[str, ...] = ()
+    _runners: WeakKeyDictionary[KVCache, LayersRunner | None] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
+    )
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv: KVCache) -> Tensor:
         """[T, D] after the last norm, in the dtype of the weights."""
         steps = _steps(batch)
-        x, residual = F.embedding(batch.token_ids, self.embedding), None
+        x, runner = F.embedding(batch.token_ids, self.embedding), self._runner(kv)
+        return self._one_by_one(x, steps, kv) if runner is None else runner(x, steps)
+
+    def _runner(self, kv: KVCache) -> LayersRunner | None:
+        if kv not in self._runners:
+            self._runners[kv] = self.ops.layers_runner(self, kv) if isinstance(self.ops, RunsLayers) else None
+        return self._runners[kv]
+
+    def _one_by_one(self, x: Tensor, steps: Sequence[Step], kv: KVCache) -> Tensor:
+        residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             step = steps[kv.group_of(index)]
             x, residual = self.ops.add_rms_norm(x, residual, layer.attention_norm, self.config.rms_norm_eps)

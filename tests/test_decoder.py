@@ -294,7 +294,8 @@ def move(value: Any, device: str) -> Any:
     if isinstance(value, tuple):
         return tuple(move(item, device) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{item.name: move(getattr(value, item.name), device) for item in fields(value)})
+        parts = [item.name for item in fields(value) if item.init]
+        return replace(value, **{name: move(getattr(value, name), device) for name in parts})
     return value
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from model.batch import SampleBatch
+from model.decoder import Decoder
+from model.kv_cache import KVCache
 from model.ops.cpu.bench_scene import Model, Scene, Shape
 from model.ops.cpu.native import CpuOps
 
@@ -57,6 +59,9 @@ class TimedOps(CpuOps):
         super().__init__(library)
         self.timed = _TimedLibrary(self._native)
         self._native = self.timed  # type: ignore[assignment]
+
+    def layers_runner(self, decoder: Decoder, kv: KVCache) -> None:
+        """None: operation by operation, so that each is timed."""
 
 
 def bench_parts(shape: Shape, ops: TimedOps, dtype: torch.dtype, quantization: str | None, seconds: float) -> None:

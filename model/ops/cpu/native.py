@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from model.batch import SampleBatch, Sampled
+from model.decoder import Decoder
+from model.kv_cache import KVCache
 from model.ops.cpu.build import UnavailableError
 from model.ops.cpu.packed import QUANTIZED, FloatLinear, Int4Linear, Int8Linear, is_bf16, pointer
 from model.ops.cpu.sampling import SIGNATURES as SAMPLING
 from model.ops.cpu.sampling import sample
+from model.ops.cpu.whole_step import WholeStep, page_stride
 from model.ops.interface import AttentionTables, LayerKV, PackedLinear
 from model.ops.reference import ReferenceOps
 
@@ -33,6 +36,7 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "rw_rope_write": (PTR, PTR, PTR, INT, PTR, FLOAT, PTR, PTR, PTR, *(LONG,) * 5, PTR, PTR, INT, LONG, LONG),
     "rw_attention": (PTR, INT, PTR, PTR, INT, PTR, PTR, PTR, PTR, *(LONG,) * 9, FLOAT),
     "rw_copy_pages": (PTR, PTR, LONG, PTR, PTR, LONG),
+    "rw_layers": (PTR, PTR, PTR, PTR),
     **SAMPLING,
 }
 
@@ -110,7 +114,7 @@ class CpuOps:
         self._native.rw_rope_write(
             qkv.data_ptr(), pointer(q_norm), pointer(k_norm), is_bf16(qkv), q.data_ptr(), norm_eps,
             cos_sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), tokens, heads, kv_heads, head_dim,
-            cos_sin.shape[1], kv.k.data_ptr(), kv.v.data_ptr(), is_bf16(kv.k), page_size, _page_stride(kv),
+            cos_sin.shape[1], kv.k.data_ptr(), kv.v.data_ptr(), is_bf16(kv.k), page_size, page_stride(kv),
         )  # fmt: skip
         return q
 
@@ -124,7 +128,7 @@ class CpuOps:
             q.data_ptr(), is_bf16(q), kv.k.data_ptr(), kv.v.data_ptr(), is_bf16(kv.k), out.data_ptr(),
             tables.page_table.data_ptr(), tables.kv_lens.data_ptr(), tables.q_starts.data_ptr(),
             tokens, tables.page_table.stride(0), sequences, heads, kv.k.shape[1], head_dim,
-            kv.page_size, _page_stride(kv), window or 0, scale,
+            kv.page_size, page_stride(kv), window or 0, scale,
         )  # fmt: skip
         return out
 
@@ -140,16 +144,15 @@ class CpuOps:
         page = kv.k.stride(0) * kv.k.element_size()  # bytes; the scales of a quantised cache lie behind its values
         self._native.rw_copy_pages(kv.k.data_ptr(), kv.v.data_ptr(), page, src.data_ptr(), dst.data_ptr(), len(src))
 
+    def layers_runner(self, decoder: Decoder, kv: KVCache) -> WholeStep | None:
+        """All layers in one call, if every one of them is native."""
+        pages = [kv.layer(index) for index in range(len(decoder.layers))]
+        native = all(_both_native(decoder.embedding, layer) for layer in pages)
+        return WholeStep(self._native, decoder, kv) if native else None
+
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
         return sample(self._native, logits, batch)
 
 
 def _both_native(x: Tensor, kv: LayerKV) -> bool:
     return x.dtype in NATIVE and kv.k.dtype in NATIVE and kv.k.shape[3] <= MAX_HEAD_DIM
-
-
-def _page_stride(kv: LayerKV) -> int:
-    _, _, page_size, head_dim = kv.k.shape
-    strides = kv.k.stride()
-    assert strides[1:] == (page_size * head_dim, head_dim, 1) and strides == kv.v.stride(), (strides, kv.v.stride())
-    return strides[0]

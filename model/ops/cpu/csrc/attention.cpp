@@ -7,6 +7,7 @@
 
 #include "attention_work.h"
 #include "few_rows.h"
+#include "operations.h"
 #include "workspace.h"
 
 namespace {

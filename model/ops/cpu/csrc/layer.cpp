@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "operations.h"
 #include "rows.h"
 
 namespace {

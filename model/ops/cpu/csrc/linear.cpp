@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "interleave.h"
+#include "operations.h"
 #include "panels.h"
 
 namespace {

@@ -4,6 +4,7 @@
 // ascending order, whoever computes them. A step is 8 k of PANEL columns: byte b of a word holds k = b in its low half and
 // k = 4 + b in its high half, both as w + 8. The group's scales follow its steps.
 #include "interleave.h"
+#include "operations.h"
 #include "panels.h"
 #include "round_row.h"
 

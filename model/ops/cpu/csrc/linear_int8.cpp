@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "interleave.h"
+#include "operations.h"
 #include "panels.h"
 #include "round_row.h"
 
