@@ -93,17 +93,14 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    proof, problems = verify_folder(args.dir, args.against)
-    refusal = proof.refusal()
+    found = verify_folder(args.dir, args.against)
     if args.json:
-        print(json.dumps({"proof": proof.as_json(), "problems": problems, "refusal": refusal}, indent=2))
+        row = {"proof": found.proof.as_json(), "problems": found.problems, "note": found.note}
+        print(json.dumps(row | {"refusal": found.refusal}, indent=2))
     else:
-        for line in [*proof.lines(), *problems]:
-            print(line)
-        if args.against is None:
-            print("logits: not compared (name the source with --against)")
-        print("REFUSED" if refusal or problems else "verified")
-    return 1 if refusal or problems else 0
+        print("\n".join([*found.proof.lines(), found.note, *found.problems]))
+        print("REFUSED" if found.refusal else "verified")
+    return 1 if found.refusal else 0
 
 
 def _quality(args: argparse.Namespace) -> int:

@@ -16,9 +16,9 @@ from typing import Any
 
 from convert.plan import Target
 from convert.source import Source
+from convert.source_hashes import source_files
 
 JOURNAL = "journal.jsonl"
-LARGEST_CONFIG = 32 << 20
 
 
 class Journal:
@@ -71,25 +71,6 @@ def _keep_only(folder: Path, names: set[str]) -> None:
             shutil.rmtree(path)
         elif path.name not in names:
             path.unlink()
-
-
-def source_files(source: Source) -> list[Path]:
-    """The files with tensors, and of a folder the small ones beside them: configs and tokenizers."""
-    files = {tensor.path for tensor in source.table.values()}
-    if source.path.is_dir():
-        beside = [path for path in source.path.iterdir() if path.is_file()]
-        files |= {path for path in beside if path.stat().st_size <= LARGEST_CONFIG}
-    return sorted(files)
-
-
-def hashes_of(files: Sequence[Path]) -> dict[str, dict[str, int | str]]:
-    """File name -> bytes and SHA-256."""
-    found: dict[str, dict[str, int | str]] = {}
-    for path in files:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        found[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
-    return found
 
 
 def plan_digest(source: Source, targets: Sequence[Target], version: int) -> str:

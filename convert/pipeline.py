@@ -15,10 +15,11 @@ from convert.atomic import atomic_folder, check_free_disk
 from convert.detect import open_source
 from convert.dtypes import TORCH_NAMES
 from convert.errors import ConvertError
-from convert.journal import Journal, hashes_of, plan_digest, source_files
+from convert.journal import Journal, plan_digest
 from convert.plan import Target, make_plan
 from convert.report import CONVERTER_VERSION, REPORT_FILE, is_lossless, make_report
 from convert.source import Source
+from convert.source_hashes import hash_source
 from convert.tokenizer.assemble import to_json
 from convert.verify import FORWARDS, Proof, prove, require
 from convert.write import SHARD_BYTES, write_tensors, write_text
@@ -70,7 +71,7 @@ def _fill(folder: Path, source: Source, targets: list[Target], progress: Progres
         proof = _prove(folder, source, targets, progress)
     require(proof, source.path)
     with _timed(seconds, "hashes of the source"):
-        source_hashes = hashes_of(source_files(source))
+        source_hashes = hash_source(source)
     journal.close()
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     report = make_report(source, targets, hashes, files, proof.as_json(), seconds, source_hashes)

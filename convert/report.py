@@ -10,6 +10,7 @@ from typing import Any
 
 from convert.plan import Target
 from convert.source import Source
+from convert.source_hashes import SourceHashes
 
 REPORT_FILE = "conversion_report.json"
 CONVERTER_VERSION = 1
@@ -18,16 +19,13 @@ CONVERTER_VERSION = 1
 
 def make_report(
     source: Source, targets: list[Target], hashes: Mapping[str, str], files: Mapping[str, int],
-    proof: dict[str, Any], seconds: Mapping[str, float], source_hashes: Mapping[str, Any],
+    proof: dict[str, Any], seconds: Mapping[str, float], source_hashes: SourceHashes,
 ) -> dict[str, Any]:  # fmt: skip
-    """hashes: target name -> sha256 of the written bytes. files: name -> size, to detect a half-copied folder.
-
-    source_hashes: name of each file of the source -> bytes and sha256.
-    """
+    """hashes: target name -> sha256 of the written bytes. files: name -> size, to detect a half-copied folder."""
     return {
         "converter": {"name": "ropeway", "version": CONVERTER_VERSION},
         "source": {"name": source.path.name, "format": source.format, "architecture": source.architecture,
-                   "pairing": source.pairing, "files": dict(source_hashes)},
+                   "pairing": source.pairing, "files": source_hashes.files, "tensors": source_hashes.tensors},
         "lossless": is_lossless(targets),
         "tensors": [_row(target, hashes[target.name]) for target in targets],
         "not_used": [{"source": name, "reason": reason} for name, reason in source.dropped.items()],

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,10 +18,19 @@ from convert.errors import ConvertError
 from convert.rope_pairing import Pairing
 
 
+class Extent(NamedTuple):
+    """A run of bytes in a file."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
     """One stored tensor. stored is the format's own type (Q4_1), dtype what `read` returns (F32, F16, BF16).
 
+    extents: where its bytes lie, as stored; at most one in a file, in the order of the files.
     parts and how: the stored tensors that it is cut out of or put together from, and what was done; () as it stands.
     """
 
@@ -34,6 +43,7 @@ class SourceTensor:
     read: Callable[[], Array]
     parts: tuple[str, ...] = ()
     how: str = ""
+    extents: tuple[Extent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,7 @@ class Source:
         return {key: entry.value for key, entry in self.config.items()}
 
 
-def file_tensor(name: str, path: Path, dtype: str, shape: tuple[int, ...], offset: int) -> SourceTensor:
+def file_tensor(name: str, path: Path, dtype: str, shape: tuple[int, ...], offset: int, nbytes: int) -> SourceTensor:
     """A tensor that lies in `path` at byte `offset` exactly as numpy would lay it out, mapped when it is read."""
 
     def read() -> Array:
@@ -83,4 +93,4 @@ def file_tensor(name: str, path: Path, dtype: str, shape: tuple[int, ...], offse
             raise ConvertError(f"tensor {name!r} is {dtype}, which is not supported", path, offset)
         return np.memmap(path, NUMPY[dtype], "r", offset, (math.prod(shape),)).reshape(shape)
 
-    return SourceTensor(name, shape, dtype, dtype, path, offset, read)
+    return SourceTensor(name, shape, dtype, dtype, path, offset, read, extents=(Extent(path, offset, nbytes),))

@@ -6,19 +6,19 @@ time on either side.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from convert.changes import changed_tensors, compare_source, different_values
 from convert.detect import open_source
-from convert.dtypes import Float32, raw_bytes
+from convert.dtypes import Float32
 from convert.errors import ConvertError
 from convert.formats.huggingface import open_huggingface
 from convert.forward import OnLayer, logits
@@ -240,26 +240,32 @@ def _log_softmax(x: Float32) -> Float32:
     return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)), np.float64)
 
 
-def verify_folder(folder: Path, against: Path | None) -> tuple[Proof, list[str]]:
-    """Recheck a converted folder. Returns the proof and what is wrong with the files (hashes, missing tensors)."""
+class Verification(NamedTuple):
+    """problems: tensors that are not what they were, a line each. note: what was compared by hash, or why not."""
+
+    proof: Proof
+    problems: list[str]
+    note: str
+
+    @property
+    def refusal(self) -> str | None:
+        """Why this folder must not be used, or None."""
+        return self.proof.refusal() or next(iter(self.problems), None)
+
+
+def verify_folder(folder: Path, against: Path | None) -> Verification:
+    """Recheck a converted folder, and its source where one is named: by the hashes in its report, and by proof."""
     report = read_json(folder / REPORT_FILE) if (folder / REPORT_FILE).is_file() else None
-    problems = [] if report is None else changed_tensors(folder, report)
-    lossless = report is None or bool(report["lossless"])
     source = None if against is None else open_source(against)
-    return prove(folder, source, lossless), problems
-
-
-def changed_tensors(folder: Path, report: dict[str, Any]) -> list[str]:
-    """Tensors whose bytes are not those that the conversion wrote."""
-    table = open_huggingface(folder).table
-    problems = []
-    for row in report["tensors"]:
-        tensor = table.get(row["target"])
-        if tensor is None:
-            problems.append(f"{row['target']} is missing")
-        elif hashlib.sha256(raw_bytes(tensor.read())).hexdigest() != row["sha256"]:
-            problems.append(f"{row['target']} in {tensor.path.name} differs from what was written")
-    return problems
+    proof = prove(folder, source, report is None or bool(report["lossless"]))
+    problems = [] if report is None else changed_tensors(folder, report)
+    if source is None:
+        return Verification(proof, problems, "source and logits: not compared (name the source with --against)")
+    if report is None:
+        found = different_values(folder, source) if proof.refusal() else []
+        return Verification(proof, found, f"hashes: not compared (no {REPORT_FILE} in the folder)")
+    changed, note = compare_source(source, report)
+    return Verification(proof, problems + changed, note)
 
 
 def require(proof: Proof, path: Path) -> None:

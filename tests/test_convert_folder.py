@@ -84,7 +84,7 @@ def test_logits_catch_what_fluent_text_hides(mistake: str, gguf: Path, tmp_path:
         config["rms_norm_eps"] = 1e-3
     save_file(tensors, out / "model.safetensors")
     (out / "config.json").write_text(json.dumps(config))
-    proof, _ = verify_folder(out, gguf)
+    proof = verify_folder(out, gguf).proof
     assert proof.logits is not None and not proof.logits.passed
     assert "DISAGREE" in (proof.refusal() or "")
 
@@ -141,7 +141,7 @@ def test_a_killed_run_leaves_nothing_and_the_next_one_is_whole(percent: int, ggu
     report = convert(gguf, out, progress=lambda what, done, total: notices.append(what))
     assert report is not None and any("interrupted" in notice for notice in notices)
     assert [path.name for path in out.parent.iterdir()] == ["out"]
-    assert verify_folder(out, gguf)[1] == []
+    assert verify_folder(out, gguf).problems == []
 
 
 ENSURE = """
@@ -189,7 +189,7 @@ def test_a_damaged_cache_is_made_again_with_a_notice(damage: str, gguf: Path, tm
     again = ensure_canonical(gguf, tmp_path / "cache", notices.append)
     assert again == folder and "damaged" in notices[0]
     assert notices[-1] == "proving 100 %" and "writing 100 %" in notices and len(notices) == len(set(notices))
-    assert verify_folder(folder, gguf)[1] == []
+    assert verify_folder(folder, gguf).problems == []
 
 
 def test_a_hugging_face_folder_is_served_as_it_is(tiny_model: ModelFactory, tmp_path: Path) -> None:

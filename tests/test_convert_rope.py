@@ -243,6 +243,6 @@ def test_a_wrong_base_is_refused_where_logits_hardly_differ(tmp_path: Path) -> N
     changed = json.loads((tmp_path / "out" / "config.json").read_text())
     changed["rope_theta"] = changed["rope_parameters"]["rope_theta"] = 10100.0
     (tmp_path / "out" / "config.json").write_text(json.dumps(changed))
-    proof, _ = verify_folder(tmp_path / "out", path)
+    proof = verify_folder(tmp_path / "out", path).proof
     assert proof.rotation is not None and not proof.rotation.passed
     assert "rotary frequencies of source and result DISAGREE" in str(proof.refusal())

@@ -59,7 +59,7 @@ def test_the_served_decoder_gives_the_same_logits(name: str, stories: Path, tmp_
 def test_text_tells_the_pairing_of_a_trained_model(stories: Path, tmp_path: Path) -> None:
     """The adjacent rows of the original under Hugging Face's names: fluent, and refused without any source."""
     convert(stories / "stories260K-f32.gguf", tmp_path / "out")
-    proof, _ = verify_folder(tmp_path / "out", None)
+    proof = verify_folder(tmp_path / "out", None).proof
     assert proof.text is not None and proof.text.verdict == "confirmed"
     weights = load_file(tmp_path / "out" / "model.safetensors")
     for name, rows in weights.items():
@@ -67,7 +67,7 @@ def test_text_tells_the_pairing_of_a_trained_model(stories: Path, tmp_path: Path
             if kind in name:
                 weights[name] = adjacent_rows(rows, heads)
     save_file(weights, tmp_path / "out" / "model.safetensors")
-    proof, problems = verify_folder(tmp_path / "out", None)
+    proof, problems, _ = verify_folder(tmp_path / "out", None)
     assert proof.text is not None and proof.text.verdict == "contradicted"
     assert "RoPE pairing by text is contradicted" in (proof.refusal() or "")
     assert len(problems) == 10

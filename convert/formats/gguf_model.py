@@ -25,7 +25,7 @@ from convert.formats.gguf_architectures import (
 from convert.formats.gguf_fields import Fields
 from convert.formats.gguf_quants import PLAIN, dequantize
 from convert.formats.gguf_rope import TABLES, rope_config
-from convert.source import ConfigEntry, Source, SourceTensor
+from convert.source import ConfigEntry, Extent, Source, SourceTensor
 from convert.tokenizer.gguf import token_id, tokenizer_files
 
 GLOBAL_NAMES = {
@@ -100,7 +100,10 @@ def _source_tensor(tensor: GgufTensor) -> SourceTensor:
         return dequantize(blocks, tensor.type).reshape(tensor.shape)
 
     dtype = PLAIN.get(tensor.type, "F32")
-    return SourceTensor(tensor.name, tensor.shape, tensor.type, dtype, tensor.path, tensor.offset, read)
+    extents = (Extent(tensor.path, tensor.offset, tensor.nbytes),)
+    return SourceTensor(
+        tensor.name, tensor.shape, tensor.type, dtype, tensor.path, tensor.offset, read, extents=extents
+    )
 
 
 def _config(file: GgufFile, fields: Fields, arch: Architecture) -> dict[str, ConfigEntry]:

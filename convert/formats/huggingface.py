@@ -66,4 +66,6 @@ def read_safetensors(path: Path) -> dict[str, SourceTensor]:
     except WeightsError as error:
         raise ConvertError(str(error), path) from None
     entries = header.entries.items()
-    return {name: file_tensor(name, path, entry.dtype, entry.shape, entry.offset) for name, entry in entries}
+    return {
+        name: file_tensor(name, path, entry.dtype, entry.shape, entry.offset, entry.nbytes) for name, entry in entries
+    }

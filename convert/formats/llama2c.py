@@ -18,7 +18,7 @@ from convert.dtypes import Array
 from convert.errors import ConvertError
 from convert.formats.meta_names import hugging_face_names
 from convert.formats.rope_entries import rope_entries
-from convert.source import ConfigEntry, Source, SourceTensor, file_tensor
+from convert.source import ConfigEntry, Extent, Source, SourceTensor, file_tensor
 from convert.tokenizer.llama2c import tokenizer_files
 
 MAGIC = 0x616B3432  # "ak42"
@@ -159,7 +159,7 @@ def open_llama2c(path: Path) -> Source:
 
 
 def _plain(header: Header, name: str, path: Path, shape: Shape, offset: int) -> SourceTensor:
-    return file_tensor(name, path, "F32", shape, offset)
+    return file_tensor(name, path, "F32", shape, offset, _nbytes(header, shape))
 
 
 def _quantised(header: Header, name: str, path: Path, shape: Shape, offset: int) -> SourceTensor:
@@ -171,7 +171,8 @@ def _quantised(header: Header, name: str, path: Path, shape: Shape, offset: int)
         scales = np.frombuffer(np.memmap(path, np.uint8, "r", offset + count, (4 * count // group,)), "<f4")
         return np.asarray(values.astype(np.float32) * scales[:, None], np.float32).reshape(shape)
 
-    return SourceTensor(name, shape, f"Q8 groups of {group}", "F32", path, offset, read)
+    extents = (Extent(path, offset, _nbytes(header, shape)),)
+    return SourceTensor(name, shape, f"Q8 groups of {group}", "F32", path, offset, read, extents=extents)
 
 
 def _check_tables(header: Header, table: dict[str, SourceTensor]) -> None:

@@ -147,4 +147,7 @@ def _joined(
     name: str, parts: list[SourceTensor], shape: tuple[int, ...], how: str, read: Callable[[], Array]
 ) -> SourceTensor:
     first = parts[0]
-    return SourceTensor(name, shape, f"{first.dtype} from {how}", first.dtype, first.path, first.offset, read)
+    extents = tuple(extent for part in parts for extent in part.extents)
+    return SourceTensor(
+        name, shape, f"{first.dtype} from {how}", first.dtype, first.path, first.offset, read, extents=extents
+    )

@@ -21,7 +21,7 @@ import numpy as np
 
 from convert.dtypes import NUMPY, Array
 from convert.errors import ConvertError
-from convert.source import SourceTensor
+from convert.source import Extent, SourceTensor
 
 STORAGES = {
     "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16", "DoubleStorage": "F64",
@@ -50,6 +50,12 @@ class TorchTensor:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    @property
+    def span(self) -> int:
+        """Elements of the storage from its first to its last."""
+        steps = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        return 1 + steps if math.prod(self.shape) else 0
 
 
 def read_torch(path: Path) -> dict[str, Any]:
@@ -153,10 +159,10 @@ class _Unpickler(pickle.Unpickler):
         sound = isinstance(storage, Storage) and all(isinstance(number, int) and number >= 0 for number in numbers)
         if not sound or len(shape) != len(strides) or math.prod(shape) > storage.count:
             raise ConvertError(f"a tensor of shape {str(shape)[:60]} does not fit its storage", self.path)
-        last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        if math.prod(shape) and last >= storage.count:
-            raise ConvertError(f"a tensor of shape {tuple(shape)} runs past its storage", self.path, storage.offset)
-        return TorchTensor(storage, offset, tuple(shape), tuple(strides))
+        tensor = TorchTensor(storage, offset, tuple(shape), tuple(strides))
+        if tensor.span and offset + tensor.span > storage.count:
+            raise ConvertError(f"a tensor of shape {tensor.shape} runs past its storage", self.path, storage.offset)
+        return tensor
 
 
 def _source_tensor(path: Path, name: str, tensor: TorchTensor) -> SourceTensor:
@@ -171,4 +177,5 @@ def _source_tensor(path: Path, name: str, tensor: TorchTensor) -> SourceTensor:
         strides = [step * dtype.itemsize for step in tensor.strides]
         return np.lib.stride_tricks.as_strided(flat[tensor.offset :], tensor.shape, strides, writeable=False)
 
-    return SourceTensor(name, tensor.shape, storage.dtype, storage.dtype, path, start, read)
+    extents = (Extent(path, start, tensor.span * ITEM_BYTES[storage.dtype]),)
+    return SourceTensor(name, tensor.shape, storage.dtype, storage.dtype, path, start, read, extents=extents)
