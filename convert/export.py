@@ -26,11 +26,12 @@ from convert.formats.meta_names import meta_name
 from convert.formats.meta_write import copy_tokenizer, write_meta
 from convert.formats.mistral_write import write_mistral
 from convert.plan import Target, make_plan, rope_heads
+from convert.positions import compare_rotation, compare_windows
 from convert.readings import source_reading
 from convert.report import is_lossless
 from convert.rope_pairing import to_adjacent
 from convert.source import Source
-from convert.verify import LogitComparison, compare, compare_rotation
+from convert.verify import LogitComparison, compare
 
 EXPORTS = ("meta", "gguf", "llama2c")
 PROBE = 32
@@ -104,6 +105,9 @@ def _prove(source: Source, targets: Sequence[Target], written: Path) -> LogitCom
     rotation = compare_rotation(original, result)
     if not rotation.passed:
         raise ConvertError(f"export refused: rotary frequencies of source and result {rotation.line()}", source.path)
+    windows = compare_windows(original, result)
+    if not windows.passed:
+        raise ConvertError(f"export refused: sliding windows of source and result {windows.line()}", source.path)
     comparison = compare(original, result, ids, is_lossless(targets))
     if not comparison.passed:
         raise ConvertError(f"export refused: logits of source and result {comparison.line()}", source.path)

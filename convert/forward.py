@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convert.dtypes import Float32
+from convert.reading_windows import Windows
 
 OnLayer = Callable[[], None]
 
@@ -30,7 +31,7 @@ class Dimensions:
     kv_heads: int
     head_dim: int
     eps: float
-    window: int | None
+    windows: Windows
     inverse_frequencies: NDArray[np.float64]
     rope_scale: float
     far_frequencies: NDArray[np.float64] | None = None
@@ -92,7 +93,7 @@ def _attention(reading: Reading, layer: int, x: Float32, cos: Float32, sin: Floa
     k, v = (part.repeat(dims.heads // dims.kv_heads, axis=1) for part in (k, v))
     scores = np.einsum("thd,shd->hts", q, k) / np.float32(np.sqrt(dims.head_dim))
     distance = np.arange(steps)[:, None] - np.arange(steps)[None, :]
-    visible = (distance >= 0) & (distance < (dims.window or steps))
+    visible = (distance >= 0) & (distance < (dims.windows[layer] or steps))
     scores = np.where(visible, scores, np.float32(-np.inf))
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)

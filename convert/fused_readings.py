@@ -11,6 +11,7 @@ from typing import Any
 from convert.dtypes import Float32
 from convert.forward import Dimensions
 from convert.reading_rotation import Rotation, canonical_rotation, llama3, plain_frequencies
+from convert.reading_windows import every_layer
 from convert.source import SourceTensor
 
 Take = Callable[[Float32], Float32]
@@ -70,9 +71,10 @@ def internlm2(config: Mapping[str, Any]) -> tuple[Dimensions, Cuts]:
     """What config.json says, with InternLM2's own way of keeping q, k and v."""
     heads = config["num_attention_heads"]
     width = config["hidden_size"] // heads
+    layers, rotation = config["num_hidden_layers"], canonical_rotation(config, width)
     dims = Dimensions(
-        config["num_hidden_layers"], heads, config.get("num_key_value_heads") or heads, width, config["rms_norm_eps"],
-        None, canonical_rotation(config, width).near, canonical_rotation(config, width).scale,
+        layers, heads, config.get("num_key_value_heads") or heads, width, config["rms_norm_eps"],
+        every_layer(None, layers), rotation.near, rotation.scale, rotation.far,
     )  # fmt: skip
     return dims, with_biases(grouped(dims, "model.layers.{}.attention.wqkv.weight"))
 
@@ -84,7 +86,7 @@ def litgpt(table: Mapping[str, SourceTensor], params: Mapping[str, Any]) -> tupl
     rotation = _litgpt_rotation(params, width)
     dims = Dimensions(
         params["n_layer"], heads, params.get("n_query_groups") or heads, width, params.get("norm_eps", 1e-5),
-        params.get("sliding_window_size"), rotation.near, rotation.scale,
+        every_layer(params.get("sliding_window_size"), params["n_layer"]), rotation.near, rotation.scale,
     )  # fmt: skip
     old = "transformer.h.0.attn.attn.weight" in table
     take = (

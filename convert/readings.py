@@ -18,6 +18,7 @@ from convert.errors import ConvertError
 from convert.forward import Dimensions
 from convert.fused_readings import INTERNLM2_ROLES, LITGPT_ROLES, Cuts, internlm2, litgpt, stacked
 from convert.reading_rotation import Rotation, canonical_rotation, gguf_rotation, meta_rotation
+from convert.reading_windows import Windows, canonical_windows, every_layer
 from convert.source import Source, SourceTensor
 
 GGUF_ROLES = {
@@ -129,7 +130,7 @@ def _gguf_reading(table: Mapping[str, SourceTensor], metadata: Mapping[str, Any]
     )
     dims = _dimensions(
         gguf_rotation(table, field, width), field("block_count"), heads, kv_heads, width,
-        field("attention.layer_norm_rms_epsilon"), field("attention.sliding_window") or None,
+        field("attention.layer_norm_rms_epsilon"), every_layer(field("attention.sliding_window"), field("block_count")),
     )  # fmt: skip
     roles: Roles = GGUF_ROLES
     if arch == "phi3":
@@ -144,7 +145,7 @@ def _meta_reading(table: Mapping[str, SourceTensor], params: Mapping[str, Any]) 
     width = table["layers.0.attention.wq.weight"].shape[0] // heads
     dims = _dimensions(
         meta_rotation(params, width), params["n_layers"], heads, params.get("n_kv_heads") or heads, width,
-        params["norm_eps"], params.get("sliding_window"),
+        params["norm_eps"], every_layer(params.get("sliding_window"), params["n_layers"]),
     )  # fmt: skip
     return TensorReading(table, META_ROLES, dims, adjacent=True)
 
@@ -156,7 +157,7 @@ def canonical_reading(table: Mapping[str, SourceTensor], config: Mapping[str, An
     dims = _dimensions(
         canonical_rotation(config, width), config["num_hidden_layers"], heads,
         config.get("num_key_value_heads") or heads, width, config["rms_norm_eps"],
-        config.get("sliding_window") if kind in ("mistral", "phi3") else None,
+        canonical_windows(config),
     )  # fmt: skip
     roles: Roles = HF_ROLES
     if kind == "phi3":
@@ -166,9 +167,9 @@ def canonical_reading(table: Mapping[str, SourceTensor], config: Mapping[str, An
 
 
 def _dimensions(
-    rotation: Rotation, layers: int, heads: int, kv_heads: int, width: int, eps: float, window: int | None
+    rotation: Rotation, layers: int, heads: int, kv_heads: int, width: int, eps: float, windows: Windows
 ) -> Dimensions:
-    return Dimensions(layers, heads, kv_heads, width, eps, window, rotation.near, rotation.scale, rotation.far)
+    return Dimensions(layers, heads, kv_heads, width, eps, windows, rotation.near, rotation.scale, rotation.far)
 
 
 def _stacked(dims: Dimensions, qkv: str, gate_up: str, inner: int) -> dict[str, Part]:

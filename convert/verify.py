@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from convert.changes import changed_tensors, compare_source, different_values
@@ -23,6 +22,7 @@ from convert.errors import ConvertError
 from convert.formats.huggingface import open_huggingface
 from convert.forward import OnLayer, logits
 from convert.json_file import read_json
+from convert.positions import RotationComparison, WindowComparison, compare_rotation, compare_windows
 from convert.readings import TensorReading, source_reading
 from convert.report import REPORT_FILE
 from convert.rope_pairing import Pairing, PairingEvidence, Verdict, detect_pairing
@@ -36,7 +36,6 @@ PROBE_TOKENS = 32
 FORWARDS = 3  # of the result, of the result in the other pairing, of the source
 PAIRING_LAYERS = 8
 CLEAR_NATS = 0.5
-SAME_ROTATION = 1e-3  # relative: scalings are stored in fp32, and llama3's is read back from a table of ratios
 EXACT, ROUNDED = 1e-3, 2e-2  # largest logit difference (relative to the largest logit); mean KL in nats after rounding
 
 
@@ -63,20 +62,6 @@ class LogitComparison:
 
 
 @dataclass(frozen=True, slots=True)
-class RotationComparison:
-    """How fast pairs turn in source and result: a wrong base hardly shows in the logits of a short text."""
-
-    pairs: int
-    max_relative: float
-    passed: bool
-
-    def line(self) -> str:
-        """The comparison in one line, for people."""
-        verdict = "agree" if self.passed else "DISAGREE"
-        return f"{verdict} over {self.pairs} pairs: max relative difference {self.max_relative:.1e}"
-
-
-@dataclass(frozen=True, slots=True)
 class TextEvidence:
     """How well the result predicts English with its pairing and with the other one (nats a token)."""
 
@@ -99,6 +84,7 @@ class Proof:
     result_pairing: PairingEvidence
     text: TextEvidence | None
     rotation: RotationComparison | None
+    windows: WindowComparison | None
     logits: LogitComparison | None
 
     def refusal(self) -> str | None:
@@ -110,6 +96,8 @@ class Proof:
             return f"RoPE pairing by text is {self.text.line()}"
         if self.rotation is not None and not self.rotation.passed:
             return f"rotary frequencies of source and result {self.rotation.line()}"
+        if self.windows is not None and not self.windows.passed:
+            return f"sliding windows of source and result {self.windows.line()}"
         if self.logits is not None and not self.logits.passed:
             return f"logits of source and result {self.logits.line()}"
         return None
@@ -120,6 +108,7 @@ class Proof:
         lines = [f"RoPE pairing of the {side}: {evidence.line()}" for side, evidence in pairs if evidence is not None]
         lines += [f"RoPE pairing by text: {self.text.line()}"] if self.text else []
         lines += [f"rotary frequencies of source and result: {self.rotation.line()}"] if self.rotation else []
+        lines += [f"sliding windows of source and result: {self.windows.line()}"] if self.windows else []
         return lines + ([f"logits of source and result: {self.logits.line()}"] if self.logits else [])
 
     def as_json(self) -> dict[str, Any]:
@@ -142,26 +131,21 @@ def _prove(folder: Path, source: Source | None, lossless: bool, on_layer: OnLaye
     ours = logits(result, ids, on_layer)
     text = text_evidence(result, ours, ids, on_layer) if is_text else None
     if source is None:
-        return Proof(None, pairing_of(result), text, None, None)
+        return Proof(None, pairing_of(result), text, None, None, None)
+    _require_same_sizes(folder, source)
     original = source_reading(source)
     comparison = compare_logits(logits(original, ids, on_layer), ours, lossless)
-    rotation = compare_rotation(original, result)
-    return Proof(pairing_of(original), pairing_of(result), text, rotation, comparison)
+    rotation, windows = compare_rotation(original, result), compare_windows(original, result)
+    return Proof(pairing_of(original), pairing_of(result), text, rotation, windows, comparison)
 
 
-def compare_rotation(original: TensorReading, result: TensorReading) -> RotationComparison:
-    """The whole vectors of inverse frequencies, both of them where a model has two, and the factor on cos and sin."""
-    theirs, ours = _rotation(original), _rotation(result)
-    if theirs.shape != ours.shape:
-        return RotationComparison(len(theirs), math.inf, passed=False)
-    worst = float(np.abs(ours / theirs - 1).max())
-    return RotationComparison(len(theirs), worst, worst <= SAME_ROTATION)
-
-
-def _rotation(reading: TensorReading) -> NDArray[np.float64]:
-    dims = reading.dimensions
-    far = dims.inverse_frequencies[:0] if dims.far_frequencies is None else dims.far_frequencies
-    return np.concatenate([dims.inverse_frequencies, far, [dims.rope_scale]])
+def _require_same_sizes(folder: Path, source: Source) -> None:
+    ours, theirs = read_json(folder / "config.json"), source.values()
+    for key in ("num_hidden_layers", "vocab_size"):
+        if ours[key] != theirs[key]:
+            raise ConvertError(
+                f"{key} is {ours[key]}, and {theirs[key]} in {source.path}: that is another model", folder
+            )
 
 
 def text_evidence(result: TensorReading, ours: Float32, ids: list[int], on_layer: OnLayer) -> TextEvidence:

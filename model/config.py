@@ -16,6 +16,7 @@ from model.rope_config import check_width, read_rope
 
 DEEPEST = 10_000  # layers
 LAYER_TYPES = ("full_attention", "sliding_attention")
+WINDOWLESS_LAYERS = 28  # max_window_layers, where the key is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,9 @@ class Family:
     qk_norm: bool = False
     head_dim: int | None = None  # where the key is missing; None: hidden_size / num_attention_heads
     sliding_window: int | None = None  # where the key is missing
-    window_switch: bool = False  # windows count only under use_sliding_window, from max_window_layers on
+    windows: bool = True  # sliding_window counts
+    window_switch: bool = False  # only under use_sliding_window, from max_window_layers on
+    layer_types: bool = False  # may differ from layer to layer
     fused: bool = False  # q, k, v are one matrix in the file, and so are gate and up
     rms_norm_eps: float = 1e-6  # where the key is missing
     positions: int = 2048  # max_position_embeddings, where the key is missing
@@ -36,12 +39,15 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family(qkv_bias=None, o_bias=None, mlp_bias=None),
-    "mistral": Family(sliding_window=4096, positions=131072),
+    "llama": Family(qkv_bias=None, o_bias=None, mlp_bias=None, windows=False),
+    "mistral": Family(sliding_window=4096, layer_types=True, positions=131072),
     "phi3": Family(fused=True, rms_norm_eps=1e-5, positions=4096, original_positions=4096),
-    "qwen2": Family(qkv_bias=True, window_switch=True, positions=32768),
-    "qwen3": Family(qkv_bias=None, o_bias=None, qk_norm=True, head_dim=128, window_switch=True, positions=32768),
-}
+    "qwen2": Family(qkv_bias=True, sliding_window=4096, window_switch=True, layer_types=True, positions=32768),
+    "qwen3": Family(
+        qkv_bias=None, o_bias=None, qk_norm=True, head_dim=128, sliding_window=4096, window_switch=True,
+        layer_types=True, positions=32768,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +187,17 @@ def _head_dim(raw: Json, family: Family, hidden: int, heads: int) -> int:
 def _windows(raw: Json, family: Family) -> tuple[int | None, ...]:
     layers = positive(raw, "num_hidden_layers", most=DEEPEST)
     window = raw.get("sliding_window", family.sliding_window)
-    if window is None or (family.window_switch and not raw.get("use_sliding_window", False)):
-        return (None,) * layers
-    window = positive({"sliding_window": window}, "sliding_window")
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        first = optional(raw, "max_window_layers", int, layers) if family.window_switch else 0
-        return tuple(window if layer >= first else None for layer in range(layers))
+    if not family.windows or (family.window_switch and not raw.get("use_sliding_window", False)):
+        window = None
+    if window is not None:
+        window = positive({"sliding_window": window}, "sliding_window")
+    first = optional(raw, "max_window_layers", int, WINDOWLESS_LAYERS) if family.window_switch else 0
+    usual = [LAYER_TYPES[window is not None and layer >= first] for layer in range(layers)]
+    kinds = raw.get("layer_types", usual) or usual
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in LAYER_TYPES for kind in kinds):
         raise ConfigError(f"layer_types must name {layers} layers, each one of {', '.join(LAYER_TYPES)}; got {kinds}")
+    if not family.layer_types and kinds != usual:
+        raise ConfigError(f"layer_types of a {raw['model_type']} must be {usual[0]} in every layer; got {kinds}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -127,6 +127,16 @@ def test_windows() -> None:
     assert read(**switched, max_window_layers=3).windows == (None, None, None, 9)
     kinds = ["sliding_attention", "full_attention"] * 2
     assert read(**switched, layer_types=kinds).windows == (9, None, 9, None)
+    assert read(sliding_window=9).windows == (None,) * 4, "a llama has none, whatever its file says"
+    assert read(model_type="qwen2", use_sliding_window=True, num_hidden_layers=30).windows == (None,) * 28 + (4096,) * 2
+
+
+@pytest.mark.parametrize(("model_type", "usual"), [("llama", "full_attention"), ("phi3", "sliding_attention")])
+def test_layers_that_a_family_does_not_tell_apart(model_type: str, usual: str) -> None:
+    mixed = ["sliding_attention", "full_attention"] * 2
+    with pytest.raises(ConfigError, match=f"layer_types of a {model_type} must be {usual} in every layer"):
+        read(model_type=model_type, sliding_window=9, layer_types=mixed)
+    assert read(model_type=model_type, sliding_window=9, layer_types=[usual] * 4).model_type == model_type
 
 
 def test_biases_and_norms_by_family() -> None:

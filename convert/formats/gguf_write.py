@@ -19,6 +19,7 @@ from convert.formats.gguf_rope_write import rope_metadata, rope_tables, rotary_w
 from convert.plan import Target
 from convert.source import Source
 from convert.tokenizer.gguf_write import tokenizer_metadata
+from model.config import ModelConfig
 
 ALIGNMENT = 32
 TYPE_CODES = {"F32": 0, "F16": 1, "BF16": 30}
@@ -69,9 +70,18 @@ def _model_metadata(source: Source, arch: str, targets: Sequence[Target]) -> dic
         f"{arch}.rope.dimension_count": rotary_width(config),
         f"{arch}.vocab_size": config["vocab_size"],
     }
-    if config["model_type"] in ("mistral", "phi3") and config.get("sliding_window"):
-        metadata[f"{arch}.attention.sliding_window"] = config["sliding_window"]
-    return metadata | rope_metadata(config, arch, source.path)
+    return metadata | _window(source, arch) | rope_metadata(config, arch, source.path)
+
+
+def _window(source: Source, arch: str) -> dict[str, Value]:
+    windows = ModelConfig.from_dict(source.values()).windows
+    if not any(windows):
+        return {}
+    mixed, first = len(set(windows)) > 1, windows[0]
+    if first is None or mixed or arch not in ("llama", "phi3"):
+        where = " in some of the layers only" if mixed else ""
+        raise ConvertError(f"GGUF's {arch} has no key for sliding windows{where}: --to hf keeps them", source.path)
+    return {f"{arch}.attention.sliding_window": first}
 
 
 def _header(metadata: Mapping[str, Value], rows: Sequence[tuple[str, tuple[int, ...], str]]) -> bytes:

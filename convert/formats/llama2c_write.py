@@ -19,6 +19,7 @@ from convert.errors import ConvertError
 from convert.formats.llama2c import EPS, THETA, Header
 from convert.plan import Target
 from convert.source import Source
+from model.config import ModelConfig
 
 
 def write_llama2c(path: Path, source: Source, targets: Sequence[Target]) -> None:
@@ -55,7 +56,7 @@ def _check(source: Source, header: Header, targets: Sequence[Target]) -> None:
         "whole heads that turn": rope.get("partial_rotary_factor", 1.0) == 1.0,
         f"norm epsilon {EPS:g}": math.isclose(config["rms_norm_eps"], EPS, rel_tol=1e-6),
         "head_dim = dim / heads": config["head_dim"] == header.head_dim,
-        "no sliding window": config.get("sliding_window") is None,
+        "no sliding window": set(ModelConfig.from_dict(config).windows) == {None},
         "model type llama or mistral": config["model_type"] in ("llama", "mistral"),
     }
     if broken := [what for what, holds in fits.items() if not holds]:
