@@ -46,7 +46,7 @@ def main_verify(argv: Sequence[str]) -> int:
     parser.add_argument("dir", type=Path, metavar="DIR", help="a folder that `ropeway convert` made")
     parser.add_argument("--against", type=Path, metavar="SRC", help="the checkpoint it was made from")
     quality_help = "what these weights cost instead: perplexity and KL against bf16, beside GGUF's q8_0 (CPU)"
-    parser.add_argument("--quantization", choices=["int8", "int4"], help=quality_help)
+    parser.add_argument("--quantization", choices=["int8", "int4", "fp8"], help=quality_help)
     parser.add_argument("--json", action="store_true", help="print the proof as JSON")
     args = parser.parse_args(argv)
     if args.quantization and args.against:

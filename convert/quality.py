@@ -25,6 +25,7 @@ from model.kv_cost import layout_for
 from model.ops.cpu.build import UnavailableError, find_library
 from model.ops.cpu.native import CpuOps
 from model.ops.interface import PackedLinear
+from model.ops.scaled_linear import CODES, ScaledLinear
 from model.weights import load_decoder
 
 TEXT = Path(__file__).parent / "quality_text.txt"
@@ -72,6 +73,20 @@ class Comparison:
         return {**asdict(self), "kl_over_q8_0": self.kl_over_q8_0}
 
 
+class ScaledOps(CpuOps):
+    """Rounds and multiplies as a GPU does with fp8; the rest is native."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> PackedLinear:
+        if quantization in CODES:
+            return ScaledLinear.pack(weight, bias, quantization)
+        return super().pack_linear(weight, bias, quantization)
+
+    def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        if isinstance(packed, ScaledLinear):
+            return packed(x, out_dtype or x.dtype)
+        return super().linear(x, packed, out_dtype)
+
+
 class YardstickOps(CpuOps):
     """Rounds as q8_0 does whatever is to be quantised, layers and head, and computes with it in fp32."""
 
@@ -94,8 +109,9 @@ def measure_quality(folder: Path, quantization: str) -> Comparison:
     windows = windows_of(folder)
     try:
         ops, yardstick = CpuOps(find_library()), YardstickOps(find_library())
+        rounding = ScaledOps(find_library()) if quantization == "fp8" else ops
         decoders = {
-            quantization: _load(folder, ops, quantization),
+            quantization: _load(folder, rounding, quantization),
             "q8_0": _load(folder, yardstick, "q8_0"),
         }
     except (UnavailableError, ValueError) as error:

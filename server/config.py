@@ -58,8 +58,8 @@ class ServeConfig:
     )
     quantization: str | None = option(
         None,
-        "round the layers' weights while loading, the head to int8 with either; on a CPU",
-        choices=("int8", "int4"),
+        "round the layers' weights while loading, the head to int8 with each; int4 on a CPU, fp8 on a GPU",
+        choices=("int8", "int4", "fp8"),
     )
     page_size: int = option(16, "tokens of a KV page", int, at_least=1)
     kv_cache_memory: int | None = option(

@@ -10,8 +10,10 @@ from functools import cache
 import torch
 
 from model.kv_cost import SCALE_BYTES
+from model.ops import scaled_linear
 from model.ops.cpu.build import UnavailableError, find_library
-from model.ops.cpu.native import CpuOps
+from model.ops.cpu.native import NATIVE, CpuOps
+from model.ops.cpu.packed import QUANTIZED
 from model.ops.interface import Ops
 from model.ops.reference import ReferenceOps
 
@@ -31,6 +33,21 @@ def why(device: torch.device | str, kv_dtype: str | None = None) -> str:
     ops, reason = _cpu()
     slower = kv_dtype in SCALE_BYTES and not isinstance(ops, ReferenceOps)
     return f"{reason}; a KV cache of {kv_dtype} is read by torch operations, which is slower" if slower else reason
+
+
+def quantization_obstacle(
+    kind: str, ops: Ops, device: torch.device, dtype: torch.dtype, batch_invariant: bool
+) -> str | None:
+    """Why weights cannot be rounded so on a device, and what to do; None if they can."""
+    if ops.name == "triton":
+        capability = torch.cuda.get_device_capability(device)
+        return scaled_linear.obstacle(kind, dtype, batch_invariant, capability)
+    if ops.name == "reference":
+        needed = "native CPU kernels" if device.type == "cpu" else "Triton kernels"
+        return f"needs the {needed}; here are {why(device)}"
+    if kind not in QUANTIZED:
+        return f"a CPU rounds weights to {' or '.join(QUANTIZED)}; {kind} is for a GPU"
+    return None if dtype in NATIVE else "needs --dtype bfloat16 or float32, not float16"
 
 
 @cache

@@ -27,7 +27,7 @@ from model.kv_cost import (
 )
 from model.memory import available_bytes, resident_bytes, rss_bytes
 from model.ops.interface import Ops
-from model.ops.select import ops_for, why
+from model.ops.select import ops_for, quantization_obstacle, why
 from model.weights import load_decoder
 from server.engine.accelerator import Accelerator, run_filler, taken_by
 from server.engine.core import Engine
@@ -205,6 +205,7 @@ def _assemble(config: EngineConfig, phases: Phases, accelerator: Accelerator | N
         accelerator = cuda_accelerator(device, can_record=ops.name != "reference")
     model = load_config(folder)
     dtype = _dtype(config, model, ops, device)
+    _refuse_quantization(config, ops, device, getattr(torch, dtype))
     limits = limits_of(config, model, is_wide=accelerator is not None)
     layout = _layout(config, model, dtype)
 
@@ -229,9 +230,13 @@ def _operations(config: EngineConfig, device: torch.device) -> Ops:
     ops = ops_for(device, config.batch_invariant)
     if config.batch_invariant and device.type != "cpu" and ops.name == "reference":
         raise ConfigError("--batch-invariant: torch's own operations are not, on a GPU; install triton (ropeway[gpu])")
-    if config.quantization is not None and ops.name != "cpu":
-        raise ConfigError(f"--quantization {config.quantization}: needs the native CPU kernels; here are {why(device)}")
     return ops
+
+
+def _refuse_quantization(config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype) -> None:
+    kind = config.quantization
+    if kind and (reason := quantization_obstacle(kind, ops, device, dtype, config.batch_invariant)):
+        raise ConfigError(f"--quantization {kind}: {reason}")
 
 
 def _room(decoder: Decoder, layout: KVLayout, limits: Limits, accelerator: Accelerator | None) -> Room:
@@ -261,8 +266,6 @@ def _dtype(config: EngineConfig, model: ModelConfig, ops: Ops, device: torch.dev
         return served_dtype(model.dtype)
     if config.dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype {config.dtype!r} is unknown: use auto, float32, bfloat16 or float16")
-    if config.quantization is not None and config.dtype == "float16":
-        raise ConfigError(f"--quantization {config.quantization}: needs --dtype bfloat16 or float32, not float16")
     return config.dtype
 
 

@@ -1,10 +1,11 @@
 """The operations of model/ops/interface.py as Triton kernels, on CUDA tensors.
 
 Knows shapes and launches, no model. Nothing reads a tensor on the host, so every call can be captured in a CUDA graph.
-Under batch_invariant a row does not depend on its batch: matrix products go through one kernel with one tile, attention
-cuts keys at fixed multiples, and decode and prefill share a tile of rows, so that both run the same instructions. Left
-to the hardware is that a matrix instruction gives a row the same bits at every place of its tile, and to the compiler
-that two kernels round alike that inline the same code: the interpreter cannot show these two, a GPU must.
+Under batch_invariant a row does not depend on its batch: matrix products go through one kernel with one tile (sums of
+int8 are exact in any order), attention cuts keys at fixed multiples, and decode and prefill share a tile of rows, so
+that both run the same instructions. Left to the hardware is that a matrix instruction gives a row the same bits at
+every place of its tile, and to the compiler that two kernels round alike that inline the same code: the interpreter
+cannot show these two, a GPU must.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from model.ops.interface import AttentionTables, LayerKV, PackedLinear
 from model.ops.triton import layer, sampling
 from model.ops.triton.attention import PagedAttention
 from model.ops.triton.linear import GPULinear
+from model.ops.triton.scaled import TritonScaledLinear
 
 PROCESSORS_WITHOUT_A_GPU = 16
 """What the interpreter pretends to have."""
@@ -32,15 +34,16 @@ class TritonOps:
         self.batch_invariant = batch_invariant
         self._attention = PagedAttention(_processors() if processors is None else processors, batch_invariant)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantization: str | None = None) -> GPULinear:
-        if quantization is not None:
-            raise ValueError(
-                f"quantization {quantization!r} of weights is not available on a GPU; leave --quantization out"
-            )
-        return GPULinear(weight, bias, self.batch_invariant)
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, quantization: str | None = None
+    ) -> GPULinear | TritonScaledLinear:
+        """quantization: None, int8 or fp8; obstacle() in model/ops/scaled_linear.py tells where it cannot be had."""
+        if quantization is None:
+            return GPULinear(weight, bias, self.batch_invariant)
+        return TritonScaledLinear.pack(weight, bias, quantization)
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        assert isinstance(packed, GPULinear)
+        assert isinstance(packed, GPULinear | TritonScaledLinear)
         return packed(x, x.dtype if out_dtype is None else out_dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
