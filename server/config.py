@@ -83,6 +83,11 @@ class ServeConfig:
     batch_invariant: bool = option(
         False, "same tokens whatever shares the batch, on CUDA too (CPU always does)", parse_flag
     )
+    attention_backend: str = option(
+        "auto",
+        "whose attention a GPU runs; auto: flash-attn 3 where installed and fit, else Triton",
+        choices=("auto", "triton", "flash-attn", "flashinfer"),
+    )
     tensor_parallel_size: int = option(1, "devices that share each layer; 1 so far", int, at_least=1)
     served_model_name: tuple[str, ...] = option((), "name in the API, repeatable; the first one is reported")
     api_key: tuple[str, ...] = option((), "key that callers must send, repeatable; none leaves the server open")

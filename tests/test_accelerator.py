@@ -15,7 +15,7 @@ import torch
 from model.config import ConfigError, load_config
 from model.kv_cost import layout_for, pages_in_budget
 from model.ops.reference import ReferenceOps
-from server.engine import startup
+from server.engine import backend
 from server.engine.accelerator import Accelerator, filler_batch, taken_by
 from server.engine.core import Engine
 from server.engine.decode_graphs import Work
@@ -193,7 +193,7 @@ def test_batch_invariance_needs_kernels_that_keep_it(config: EngineConfig, monke
         asked.append(batch_invariant)
         return ReferenceOps()
 
-    monkeypatch.setattr(startup, "ops_for", reference)
+    monkeypatch.setattr(backend, "ops_for", reference)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match=r"--batch-invariant.*triton"):
         build_engine(replace(config, device="cuda", batch_invariant=True))

@@ -11,6 +11,8 @@ import torch
 
 from model.kv_cost import SCALE_BYTES
 from model.ops import scaled_linear
+from model.ops.attention_backends import Attention
+from model.ops.attention_choice import Served, chosen
 from model.ops.cpu.build import UnavailableError, find_library
 from model.ops.cpu.native import NATIVE, CpuOps
 from model.ops.cpu.packed import QUANTIZED
@@ -48,6 +50,26 @@ def quantization_obstacle(
     if kind not in QUANTIZED:
         return f"a CPU rounds weights to {' or '.join(QUANTIZED)}; {kind} is for a GPU"
     return None if dtype in NATIVE else "needs --dtype bfloat16 or float32, not float16"
+
+
+def with_attention(ops: Ops, name: str, served: Served, device: torch.device, batch_invariant: bool) -> tuple[Ops, str]:
+    """The operations with the attention that --attention-backend asks for, and a word on it for logs and /version.
+
+    Raises ValueError, with the reason, where that cannot be had.
+    """
+    if ops.name != "triton":
+        if name != "auto":
+            raise ValueError(f"only Triton kernels on a GPU leave a choice; here are {why(device)}; leave it out")
+        return ops, ""
+    capability = torch.cuda.get_device_capability(device)
+    attention, word = chosen(name, ops.attention, served, device, capability, batch_invariant)
+    return (ops if attention == ops.attention else _gpu_with(attention, batch_invariant)), f"; {word}"
+
+
+def _gpu_with(attention: Attention, batch_invariant: bool) -> Ops:
+    from model.ops.triton.ops import TritonOps  # Triton is an extra
+
+    return TritonOps(batch_invariant, attention=attention)
 
 
 @cache

@@ -325,5 +325,6 @@ class EngineConfig:
     max_queue: int = 256
     threads: int | None = None
     batch_invariant: bool = False
+    attention_backend: str = "auto"
     prefix_caching: bool = True
     tensor_parallel_size: int = 1

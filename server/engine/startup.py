@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from model.config import ConfigError, ModelConfig, load_config, served_dtype
+from model.config import ConfigError, ModelConfig, load_config
 from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.kv_cost import (
@@ -27,9 +27,16 @@ from model.kv_cost import (
 )
 from model.memory import available_bytes, resident_bytes, rss_bytes
 from model.ops.interface import Ops
-from model.ops.select import ops_for, quantization_obstacle, why
 from model.weights import load_decoder
 from server.engine.accelerator import Accelerator, run_filler, taken_by
+from server.engine.backend import (
+    best_device,
+    dtype_of,
+    operations,
+    refuse_quantization,
+    refuse_unserved,
+    with_attention_of,
+)
 from server.engine.core import Engine
 from server.engine.cuda import cuda_accelerator
 from server.engine.decode_graphs import DecodeGraphs, graph_sizes
@@ -80,6 +87,7 @@ class Machine:
     decoder: Decoder
     ops: Ops
     device: torch.device
+    backend: str
     dtype: str
     limits: Limits
     workspace: int
@@ -137,7 +145,7 @@ class Machine:
             dtype=self.dtype,
             kv_dtype=layout.groups[0].dtype,
             quantization=self.config.quantization,
-            backend=why(self.device, layout.groups[0].dtype),
+            backend=self.backend,
             threads=torch.get_num_threads(),
             batch_invariant=self.device.type == "cpu" or self.config.batch_invariant,
             page_size=layout.page_size,
@@ -187,27 +195,18 @@ def _warm(machine: Machine, phases: Phases) -> Machine:
     return machine
 
 
-def _refuse_unserved(config: EngineConfig) -> None:
-    """Settings that this version or this machine cannot honour, before anything is compiled or loaded."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "--device cuda: torch sees no CUDA device; install a CUDA build of torch, or use --device cpu"
-        )
-    if config.tensor_parallel_size != 1:
-        raise ConfigError(f"--tensor-parallel-size {config.tensor_parallel_size}: a model is served by 1 device so far")
-
-
 def _assemble(config: EngineConfig, phases: Phases, accelerator: Accelerator | None) -> Machine:
-    _refuse_unserved(config)
-    device = torch.device(_best_device() if config.device == "auto" else config.device)
-    folder, ops = Path(config.model), _operations(config, device)
+    refuse_unserved(config)
+    device = torch.device(best_device() if config.device == "auto" else config.device)
+    folder, ops = Path(config.model), operations(config, device)
     if device.type == "cuda" and accelerator is None:
         accelerator = cuda_accelerator(device, can_record=ops.name != "reference")
     model = load_config(folder)
-    dtype = _dtype(config, model, ops, device)
-    _refuse_quantization(config, ops, device, getattr(torch, dtype))
+    dtype = dtype_of(config, model, ops, device)
+    refuse_quantization(config, ops, device, getattr(torch, dtype))
     limits = limits_of(config, model, is_wide=accelerator is not None)
     layout = _layout(config, model, dtype)
+    ops, backend = with_attention_of(config, ops, device, model, layout, getattr(torch, dtype))
 
     def progress(done: int, layers: int) -> None:
         phases.report(Progress("load", f"{done} of {layers} layers"))
@@ -223,20 +222,7 @@ def _assemble(config: EngineConfig, phases: Phases, accelerator: Accelerator | N
     assert kv.nbytes == layout.pool_bytes(counts), (kv.nbytes, layout.pool_bytes(counts))
     limits, warnings = within_pool(limits, layout, counts)
     warnings = decoder.warnings + warnings
-    return Machine(config, model, decoder, ops, device, dtype, limits, room.step, kv, warnings, accelerator)
-
-
-def _operations(config: EngineConfig, device: torch.device) -> Ops:
-    ops = ops_for(device, config.batch_invariant)
-    if config.batch_invariant and device.type != "cpu" and ops.name == "reference":
-        raise ConfigError("--batch-invariant: torch's own operations are not, on a GPU; install triton (ropeway[gpu])")
-    return ops
-
-
-def _refuse_quantization(config: EngineConfig, ops: Ops, device: torch.device, dtype: torch.dtype) -> None:
-    kind = config.quantization
-    if kind and (reason := quantization_obstacle(kind, ops, device, dtype, config.batch_invariant)):
-        raise ConfigError(f"--quantization {kind}: {reason}")
+    return Machine(config, model, decoder, ops, device, backend, dtype, limits, room.step, kv, warnings, accelerator)
 
 
 def _room(decoder: Decoder, layout: KVLayout, limits: Limits, accelerator: Accelerator | None) -> Room:
@@ -252,21 +238,6 @@ def _room(decoder: Decoder, layout: KVLayout, limits: Limits, accelerator: Accel
         rest += graphs_reserve(decode, 4 * rows * decoder.config.vocab_size, len(graph_sizes(limits.max_num_seqs)))
     meter.trim()
     return Room(meter.free(), step, rest, is_shared=False)
-
-
-def _best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _dtype(config: EngineConfig, model: ModelConfig, ops: Ops, device: torch.device) -> str:
-    """auto on a CPU: bfloat16 where there are kernels of our own, else float32. Elsewhere it follows the checkpoint."""
-    if config.dtype == "auto" and device.type == "cpu":
-        return "float32" if ops.name == "reference" else "bfloat16"
-    if config.dtype == "auto":
-        return served_dtype(model.dtype)
-    if config.dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"dtype {config.dtype!r} is unknown: use auto, float32, bfloat16 or float16")
-    return config.dtype
 
 
 def _layout(config: EngineConfig, model: ModelConfig, dtype: str) -> KVLayout:

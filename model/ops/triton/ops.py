@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from model.batch import SampleBatch, Sampled
+from model.ops.attention_backends import Attention
 from model.ops.interface import AttentionTables, LayerKV, PackedLinear
 from model.ops.triton import layer, sampling
 from model.ops.triton.attention import PagedAttention
@@ -29,10 +30,13 @@ class TritonOps:
 
     name = "triton"
 
-    def __init__(self, batch_invariant: bool = False, processors: int | None = None) -> None:
-        """processors: multiprocessors of the chip, by default of the current CUDA device."""
+    def __init__(
+        self, batch_invariant: bool = False, processors: int | None = None, attention: Attention | None = None
+    ) -> None:
+        """processors: of the chip, by default of the current CUDA device. attention: another one in place of ours."""
         self.batch_invariant = batch_invariant
-        self._attention = PagedAttention(_processors() if processors is None else processors, batch_invariant)
+        count = _processors() if processors is None else processors
+        self._attention = attention or PagedAttention(count, batch_invariant)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None, quantization: str | None = None
