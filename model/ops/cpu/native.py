@@ -17,7 +17,7 @@ from model.batch import SampleBatch, Sampled
 from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.ops.cpu.build import UnavailableError
-from model.ops.cpu.packed import QUANTIZED, FloatLinear, Int4Linear, Int8Linear, is_bf16, pointer
+from model.ops.cpu.packed import QUANTIZED, FloatLinear, RoundedLinear, is_bf16, pointer
 from model.ops.cpu.sampling import SIGNATURES as SAMPLING
 from model.ops.cpu.sampling import sample
 from model.ops.cpu.whole_step import WholeStep, page_stride
@@ -29,7 +29,7 @@ MAX_HEAD_DIM = 512
 PTR, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "rw_linear": (PTR, INT, PTR, INT, PTR, PTR, INT, LONG, LONG, LONG),
-    "rw_linear_int8": (PTR, INT, PTR, PTR, PTR, PTR, INT, LONG, LONG, LONG),
+    "rw_linear_int8": (PTR, INT, PTR, PTR, PTR, INT, LONG, LONG, LONG),
     "rw_linear_int4": (PTR, INT, PTR, PTR, PTR, INT, LONG, LONG, LONG),
     "rw_add_rms_norm": (PTR, PTR, PTR, INT, FLOAT, LONG, LONG, PTR, PTR),
     "rw_silu_mul": (PTR, INT, LONG, LONG, PTR),
@@ -73,10 +73,10 @@ class CpuOps:
         wide_bias = None if bias is None else bias.float()
         if quantization is None:
             return FloatLinear.pack(weight, wide_bias, self._panel)
-        return QUANTIZED[quantization].pack(weight.float(), wide_bias, self._panel)
+        return RoundedLinear.pack(weight.float(), wide_bias, self._panel, QUANTIZED[quantization])
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        if not isinstance(packed, (FloatLinear, Int8Linear, Int4Linear)):
+        if not isinstance(packed, (FloatLinear, RoundedLinear)):
             return self._reference.linear(x, packed, out_dtype)
         assert x.shape[1] == packed.in_features and x.dtype in NATIVE, (x.shape, x.dtype, packed)
         out = torch.empty((x.shape[0], packed.out_features), dtype=out_dtype or x.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.layers import Layer, Step
-from model.ops.cpu.packed import FloatLinear, Int4Linear, Int8Linear, is_bf16, pointer
+from model.ops.cpu.packed import FloatLinear, RoundedLinear, is_bf16, pointer
 from model.ops.interface import LayerKV, PackedLinear
 
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
@@ -26,7 +26,6 @@ class _Linear(ctypes.Structure):
     _fields_ = (
         ("kind", c_int64),
         ("weight", c_void_p),
-        ("scale", c_void_p),
         ("bias", c_void_p),
         ("outputs", c_int64),
         ("inputs", c_int64),
@@ -114,14 +113,13 @@ def _layer(layer: Layer, kv: KVCache, index: int) -> _Layer:
 
 
 def _linear(packed: PackedLinear) -> _Linear:
-    assert isinstance(packed, (FloatLinear, Int8Linear, Int4Linear)), packed
+    assert isinstance(packed, (FloatLinear, RoundedLinear)), packed
     if isinstance(packed, FloatLinear):
         kind = BFLOAT16 if packed.is_bf16 else FLOAT32
     else:
-        kind = INT8 if isinstance(packed, Int8Linear) else INT4
-    scale = packed.scale.data_ptr() if isinstance(packed, Int8Linear) else None
+        kind = {8: INT8, 4: INT4}[packed.bits]
     return _Linear(
-        kind=kind, weight=packed.weight.data_ptr(), scale=scale, bias=pointer(packed.bias),
+        kind=kind, weight=packed.weight.data_ptr(), bias=pointer(packed.bias),
         outputs=packed.out_features, inputs=packed.in_features,
     )  # fmt: skip
 

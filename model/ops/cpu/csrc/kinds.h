@@ -29,7 +29,7 @@ constexpr bool EMULATED = false;
 constexpr bool HAS_BF16_DOT = EMULATED || RW_BF16_DOT, HAS_BYTE_DOT = EMULATED || RW_BYTE_DOT;
 
 template <class T>
-static inline const T* fresh(const T* p) {  // what p points at is loaded again: registers are few, loads are free
+static inline T* fresh(T* p) {  // what p points at is loaded again: registers are few, loads are free
     asm volatile("" : "+r"(p));
     return p;
 }

@@ -7,8 +7,8 @@
 extern "C" {
 void rw_linear(const void* x, int x_bf16, const void* w, int w_bf16, const float* bias, void* y, int y_bf16, int64_t m,
                int64_t n, int64_t k);
-void rw_linear_int8(const void* x, int x_bf16, const void* w, const float* scale, const float* bias, void* y, int y_bf16,
-                    int64_t m, int64_t n, int64_t k);
+void rw_linear_int8(const void* x, int x_bf16, const void* w, const float* bias, void* y, int y_bf16, int64_t m, int64_t n,
+                    int64_t k);
 void rw_linear_int4(const void* x, int x_bf16, const void* w, const float* bias, void* y, int y_bf16, int64_t m, int64_t n,
                     int64_t k);
 void rw_add_rms_norm(const void* x, const void* residual, const void* weight, int is_bf16, float eps, int64_t rows,

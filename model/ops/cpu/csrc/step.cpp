@@ -14,7 +14,7 @@ enum Kind : int64_t { FLOAT32, BFLOAT16, INT8, INT4 };
 struct Linear {
     int64_t kind;
     const void* weight;
-    const float *scale, *bias;
+    const float* bias;
     int64_t outputs, inputs;
 };
 
@@ -50,7 +50,7 @@ struct Batch {
 
 void multiply(const Linear& l, const void* x, int is_bf16, int64_t rows, void* y) {
     if (l.kind == INT8)
-        rw_linear_int8(x, is_bf16, l.weight, l.scale, l.bias, y, is_bf16, rows, l.outputs, l.inputs);
+        rw_linear_int8(x, is_bf16, l.weight, l.bias, y, is_bf16, rows, l.outputs, l.inputs);
     else if (l.kind == INT4)
         rw_linear_int4(x, is_bf16, l.weight, l.bias, y, is_bf16, rows, l.outputs, l.inputs);
     else

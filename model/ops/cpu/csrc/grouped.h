@@ -1,0 +1,183 @@
+// Linear layers with rounded weights: one bf16 scale per output and GROUP inputs, activations rounded likewise.
+//
+// Knows nothing of how weights were rounded: a Weights says how a step of them is read and multiplied. Within a group sums
+// are integers, hence exact; groups are added in fp32 in ascending order, whoever computes them: a row's bits depend on
+// that row alone. Weights are unsigned, w + Weights::OFFSET, which is what CPUs multiply with signed bytes; OFFSET times the
+// sum of the row's group is taken off at the start. In a panel the group's scales follow its steps.
+#pragma once
+#include "interleave.h"
+#include "panels.h"
+#include "round_group.h"
+
+constexpr size_t SCALE_BYTES = PANEL * sizeof(bf16);
+
+template <class Weights>
+constexpr size_t group_bytes() {
+    return Weights::STEPS * STEP_BYTES + SCALE_BYTES;
+}
+
+// What a tile reads of its rows.
+struct RoundedRows {
+    const int32_t* starts;  // [group][row]: -OFFSET times the sum of the rounded values
+    const float* scales;    // [group][row]
+    const uint32_t* words;  // [group][step][part][row]
+};
+
+// Products of RUN steps from zero, or of a whole group from the starts.
+template <class Weights, int ROWS, int PANELS>
+static inline void run_of_steps(const uint32_t* x, const uint8_t* w, size_t panel_bytes, Ahead& ahead, int step,
+                                vi (&sum)[ROWS][PANELS][2]) {
+    for (int i = 0; i < Weights::RUN; i++) {
+        ask<PANELS>(ahead, step + i, panel_bytes);
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+            for (int part = 0; part < Weights::PARTS; part++) {
+                const uint8_t* at = fresh(w + p * panel_bytes + i * STEP_BYTES);
+                const uint32_t* values = fresh(x + (i * Weights::PARTS + part) * ROWS);
+                auto lo = Weights::weights(at, part), hi = Weights::weights(at + VEC_BYTES, part);
+#pragma GCC unroll 12
+                for (int r = 0; r < ROWS; r++) {
+                    auto value = Weights::spread(values[r]);
+                    sum[r][p][0] = Weights::dot(lo, value, sum[r][p][0]);
+                    sum[r][p][1] = Weights::dot(hi, value, sum[r][p][1]);
+                }
+            }
+    }
+}
+
+template <class Weights, int ROWS, int PANELS>
+static inline void products_of_group(const uint32_t* x, const int32_t* starts, const uint8_t* w, size_t panel_bytes,
+                                     Ahead& ahead, int step, vi (&total)[ROWS][PANELS][2]) {
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) total[r][p][0] = total[r][p][1] = vi{} + starts[r];
+    if constexpr (Weights::RUN == Weights::STEPS) {
+        run_of_steps<Weights>(x, w, panel_bytes, ahead, step, total);
+    } else {
+        for (int i = 0; i < Weights::STEPS; i += Weights::RUN) {
+            vi sum[ROWS][PANELS][2] = {};
+            run_of_steps<Weights>(x + i * Weights::PARTS * ROWS, w + i * STEP_BYTES, panel_bytes, ahead, step + i, sum);
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+                for (int p = 0; p < PANELS; p++)
+                    for (int half = 0; half < 2; half++) total[r][p][half] += Weights::widened(sum[r][p][half]);
+        }
+    }
+}
+
+// c[r][p * PANEL + j] = sum over groups of products times both scales.
+template <class Weights, int ROWS, int PANELS>
+__attribute__((noinline)) static void grouped_tile(RoundedRows x, const uint8_t* w, size_t panel_bytes, int groups,
+                                                   Ahead ahead, float* c) {
+    constexpr size_t SCALES_AT = Weights::STEPS * STEP_BYTES;
+    for (int j = 0; j < ROWS * PANELS * PANEL; j += LANES) store(c + j, vf{});
+    for (int g = 0; g < groups; g++) {
+        vi total[ROWS][PANELS][2];
+        products_of_group<Weights>(x.words, x.starts, w, panel_bytes, ahead, g * Weights::STEPS, total);
+        float* sums = fresh(c);  // not kept in registers, which are few, and on the stack besides
+#pragma GCC unroll 8
+        for (int column = 0; column < 2 * PANELS; column++) {
+            int p = column / 2, half = column % 2;
+            vf scale = load_f32(reinterpret_cast<const bf16*>(w + p * panel_bytes + SCALES_AT) + half * LANES);
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; r++) {
+                float* at = sums + (r * PANELS + p) * PANEL + half * LANES;
+                vf value = __builtin_convertvector(total[r][p][half], vf) * scale;
+                store(at, madd(value, splat(x.scales[r]), load<vf>(at)));
+            }
+        }
+        w += group_bytes<Weights>(), ahead.from += SCALE_BYTES * ahead.stride / STEP_BYTES;
+        x.words += Weights::STEPS * Weights::PARTS * ROWS, x.starts += ROWS, x.scales += ROWS;
+    }
+}
+
+using GroupedTile = void (*)(RoundedRows, const uint8_t*, size_t, int, Ahead, float*);
+
+template <class Weights, int ROWS = Weights::TILE_ROWS>
+static GroupedTile grouped_tile_of(int rows, int panels) {
+    constexpr int TOGETHER = streams_for(ROWS);
+    if (rows == ROWS) return panels == 1 ? grouped_tile<Weights, ROWS, 1> : grouped_tile<Weights, ROWS, TOGETHER>;
+    if constexpr (ROWS > 1) return grouped_tile_of<Weights, ROWS - 1>(rows, panels);
+    return nullptr;
+}
+
+template <class Weights, class X, class Y>
+struct GroupedLinear {
+    static constexpr int TILE_ROWS = Weights::TILE_ROWS, WORDS = Weights::STEPS * Weights::PARTS;
+
+    Shape shape;
+    const uint8_t* weights;
+    const X* x;
+    const float* bias;
+    Y* y;
+
+    int groups() const { return int((shape.k + GROUP - 1) / GROUP); }
+    int steps() const { return groups() * Weights::STEPS; }
+    size_t panel_bytes() const { return groups() * group_bytes<Weights>(); }
+    size_t row_words() const { return groups() * (WORDS + 2); }
+    int streams(int rows) const { return streams_for(rows); }
+
+    void pack(int64_t row, int rows, uint32_t* out) const {
+        size_t row_bytes = groups() * GROUP;
+        int8_t* bytes = rounded_rows(rows, row_bytes);
+        for (int r = 0; r < rows; r++)
+            for (int g = 0; g < groups(); g++) {
+                int64_t first = g * GROUP;
+                Rounding rounding = round_group(x + (row + r) * shape.k + first, int(std::min<int64_t>(GROUP, shape.k - first)),
+                                                bytes + r * row_bytes + first);
+                out[g * rows + r] = -Weights::OFFSET * rounding.sum;
+                memcpy(out + (groups() + g) * rows + r, &rounding.scale, sizeof(float));
+            }
+        interleave<typename Weights::Expand>(reinterpret_cast<const uint8_t*>(bytes), row_bytes, rows,
+                                             groups() * GROUP_WORDS, out + 2 * groups() * rows);
+    }
+
+    RoundedRows rounded(const uint32_t* packed, int rows) const {
+        return {reinterpret_cast<const int32_t*>(packed), reinterpret_cast<const float*>(packed + groups() * rows),
+                packed + 2 * groups() * rows};
+    }
+
+    void tile(const uint32_t* packed, int64_t row, int rows, int panel, int panels, Ahead ahead) const {
+        alignas(64) float c[MAX_ROWS * PANEL];
+        grouped_tile_of<Weights>(rows, panels)(rounded(packed, rows), weights + panel * panel_bytes(), panel_bytes(),
+                                               groups(), ahead, c);
+        int64_t column = int64_t(panel) * PANEL;
+        int columns = columns_of(shape, panel, panels);
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < columns; j += LANES) {
+                vf value = load<vf>(c + r * panels * PANEL + j);
+                if (bias) value += load_at(bias + column, j, columns);
+                store_at(y + (row + r) * shape.n + column, j, columns, value);
+            }
+    }
+};
+
+// The arguments of rw_linear_int8 and rw_linear_int4.
+struct RoundedArguments {
+    const void* x;
+    bool x_bf16;
+    const void* weights;
+    const float* bias;
+    void* y;
+    bool y_bf16;
+    Shape shape;
+};
+
+template <class Weights, class X, class Y>
+static void grouped_linear(const RoundedArguments& a) {
+    run(GroupedLinear<Weights, X, Y>{a.shape, static_cast<const uint8_t*>(a.weights), static_cast<const X*>(a.x), a.bias,
+                                     static_cast<Y*>(a.y)});
+}
+
+template <class Weights, class X>
+static void grouped_linear_to(const RoundedArguments& a) {
+    a.y_bf16 ? grouped_linear<Weights, X, bf16>(a) : grouped_linear<Weights, X, float>(a);
+}
+
+template <class Weights>
+static void grouped_linear(const RoundedArguments& a) {
+    a.x_bf16 ? grouped_linear_to<Weights, bf16>(a) : grouped_linear_to<Weights, float>(a);
+}
