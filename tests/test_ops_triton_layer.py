@@ -161,11 +161,6 @@ def test_invariant_rows_do_not_depend_on_their_number(dtype: torch.dtype) -> Non
         assert torch.equal(INVARIANT.linear(x[130 - rows :], packed), whole[130 - rows :]), rows
 
 
-def test_weights_are_not_quantised() -> None:
-    with pytest.raises(ValueError, match="'int8' of weights is not available on a GPU"):
-        OPS.pack_linear(torch.zeros(2, 2), None, "int8")
-
-
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_gpu_is_served_by_them(batch_invariant: bool) -> None:
     ops = ops_for("cuda", batch_invariant)
