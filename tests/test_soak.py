@@ -84,3 +84,13 @@ def test_a_minute_of_soak_is_flat(tiny_model: Callable[..., Path]) -> None:
     done = soak(str(folder), "--minutes", "1", "--kv-cache-memory", "1MiB", "--tolerance", "4")
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_client_is_watched_while_it_measures() -> None:
+    """Three seconds are all start-up, so only the watching is judged here, not the slope."""
+    command = [sys.executable, "-m", "server.loadtest.client_soak", "--minutes", "0.05", "--users", "2"]
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    *rows, verdict = ran.stdout.splitlines()
+    ok, sent = int(verdict.split()[0]), int(verdict.split()[2])
+    assert ok == sent > 0 and "exit code 0" in verdict, ran.stdout + ran.stderr
+    assert len(rows) > 3 and float(rows[-1].split()[1]) > 1
