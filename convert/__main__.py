@@ -13,12 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from convert.atomic import partial_of
 from convert.errors import ConvertError
 from convert.export import EXPORTS, export
 from convert.pipeline import convert as run_conversion
+from convert.recheck import verify_folder
 from convert.report import REPORT_FILE, table
-from convert.verify import verify_folder
+from convert.write import SHARD_BYTES
 
+SHOWN = 10  # problems of a folder; more of them say nothing new on a screen
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -33,11 +36,14 @@ def main_convert(argv: Sequence[str]) -> int:
     dtype_help = "auto: as stored, quantised types to float32; a narrower type is proven by mean KL (at most 0.02 nats)"
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help=dtype_help)
     parser.add_argument("--to", choices=["hf", *EXPORTS], default="hf", help="hf (default): the folder that is served")
-    shard_help = "most bytes of one file; a run that was killed goes on after its last whole one"
-    parser.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help=f"{shard_help} (5GB)")
+    shard_help = "--to hf: most bytes of one file, but no tensor is cut; a killed run goes on after its last whole one"
+    parser.add_argument("--max-shard-size", type=_size, metavar="SIZE", help=f"{shard_help} (5GB)")
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     args = parser.parse_args(argv)
-    return _one_line_errors(parser.prog, lambda: _convert(args))
+    if args.to != "hf" and args.max_shard_size:
+        parser.error(f"--max-shard-size goes with --to hf: --to {args.to} writes one file of tensors")
+    stays = f": what is finished stays in {partial_of(args.dst)}, the same command goes on from there"
+    return _one_line_errors(parser.prog, lambda: _convert(args), stays if args.to == "hf" else "")
 
 
 def main_verify(argv: Sequence[str]) -> int:
@@ -55,20 +61,21 @@ def main_verify(argv: Sequence[str]) -> int:
 
 
 def _size(text: str) -> int:
-    """Bytes of 5GB, 200MB or 64KB (powers of ten, as Hugging Face names shards)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])B", text.strip().upper())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 200MB")
-    return int(float(match[1]) * 1000 ** ("KMGT".index(match[2]) + 1))
+    """Bytes of 5GB and 200MB (powers of ten, as Hugging Face names shards), of 5GiB and 200MiB, or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([KMGT]?)(I?)B)?", text.strip().upper())
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size from 1 byte up, such as 5GB, 200MiB or 1000000")
+    return size
 
 
 def _convert(args: argparse.Namespace) -> int:
     if args.dst.exists():
-        raise ConvertError("exists already: name a new folder", args.dst)
+        raise ConvertError("exists already: name a new one", args.dst)
     if args.to != "hf":
         return _export(args)
     bar = _Bar(sys.stderr.isatty())
-    report = run_conversion(args.src, args.dst, DTYPES.get(args.dtype), bar, args.max_shard_size)
+    report = run_conversion(args.src, args.dst, DTYPES.get(args.dtype), bar, args.max_shard_size or SHARD_BYTES)
     if report is None:
         raise ConvertError("was made by another process meanwhile", args.dst)
     if args.json:
@@ -89,17 +96,24 @@ def _export(args: argparse.Namespace) -> int:
     else:
         print("every tensor reads back with the values that it was written from")
         print(f"logits of source and result: {comparison.line()}")
+        files = [path for path in args.dst.rglob("*") if path.is_file()] if args.dst.is_dir() else [args.dst]
+        print(f"{args.dst}: done, {sum(path.stat().st_size for path in files):,} bytes")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     found = verify_folder(args.dir, args.against)
     if args.json:
-        row = {"proof": found.proof.as_json(), "problems": found.problems, "note": found.note}
+        row = {"proof": found.proof.as_json(), "problems": found.problems, "notes": found.notes}
         print(json.dumps(row | {"refusal": found.refusal}, indent=2))
+        return 1 if found.refusal else 0
+    print("\n".join([*found.proof.lines(), *found.notes, *found.problems[:SHOWN]]))
+    if (more := len(found.problems) - SHOWN) > 0:
+        print(f"... and {more} more (--json names all)")
+    if found.refusal:
+        print("REFUSED: convert the source again")
     else:
-        print("\n".join([*found.proof.lines(), found.note, *found.problems]))
-        print("REFUSED" if found.refusal else "verified")
+        print("verified" if found.reported else "nothing contradicts it, but there is no report to hold it to")
     return 1 if found.refusal else 0
 
 
@@ -111,12 +125,18 @@ def _quality(args: argparse.Namespace) -> int:
     return 0
 
 
-def _one_line_errors(name: str, command: Callable[[], int]) -> int:
+def _one_line_errors(name: str, command: Callable[[], int], interrupted: str = "") -> int:
     try:
         return command()
-    except (ConvertError, OSError) as error:
+    except ConvertError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"{name}: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted{interrupted}", file=sys.stderr)
+        return 130
 
 
 class _Bar:

@@ -6,29 +6,54 @@ Knows nothing of logits or pairings: it compares hashes with the report, and val
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from convert.dtypes import cast, raw_bytes
-from convert.formats.huggingface import open_huggingface
-from convert.plan import make_plan
+from convert.json_file import read_json
+from convert.plan import Target, make_plan
+from convert.report import hash_texts
 from convert.source import Source
 from convert.source_hashes import hash_source
 
+CONFIG = "config.json"
+OF_THE_RESULT = {"dtype", "torch_dtype"}
+"""Keys that say how the tensors were written, whatever the source said."""
 
-def changed_tensors(folder: Path, report: Mapping[str, Any]) -> list[str]:
-    """Tensors of the folder whose bytes are not those that the conversion wrote, a line each."""
-    table = open_huggingface(folder).table
+
+def changed_tensors(targets: Sequence[Target], report: Mapping[str, Any] | None) -> list[str]:
+    """Tensors of a folder whose bytes are not those that the conversion wrote, a line each.
+
+    All of them are read, with or without a report. Raises ConvertError for NaN and inf.
+    """
+    then = {} if report is None else {row["target"]: row["sha256"] for row in report["tensors"]}
     problems = []
-    for row in report["tensors"]:
-        tensor = table.get(row["target"])
-        if tensor is None:
-            problems.append(f"{row['target']} is missing")
-        elif hashlib.sha256(raw_bytes(tensor.read())).hexdigest() != row["sha256"]:
-            problems.append(f"{row['target']} in {tensor.path.name} differs from what was written")
+    for target in targets:
+        digest = hashlib.sha256(raw_bytes(target.read())).hexdigest()
+        if then.pop(target.name, digest) != digest:
+            problems.append(f"{target.name} in {target.source.path.name} differs from what was written")
+    return problems + [f"{name} is missing" for name in then]
+
+
+def changed_config(folder: Path, report: Mapping[str, Any]) -> list[str]:
+    """Keys of config.json that are not those that the report accounts for, a line each."""
+    now, then = read_json(folder / CONFIG), {key: row["value"] for key, row in report["config"].items()}
+    different = [key for key, value in then.items() if now.get(key) != value and key not in OF_THE_RESULT]
+    problems = [f"{CONFIG}: {key} is {now.get(key)!r}, {then[key]!r} was written" for key in different]
+    added = sorted(now.keys() - then.keys() - OF_THE_RESULT)
+    return problems + [f"{CONFIG}: {key} was not there when the folder was made" for key in added]
+
+
+def changed_texts(folder: Path, report: Mapping[str, Any]) -> list[str]:
+    """The tokenizer's files and the like that are not those that were written, a line each."""
+    now = hash_texts(folder)
+    problems = []
+    for name, digest in report.get("texts", {}).items():
+        if now.get(name) != digest:
+            problems.append(f"{name} {'differs from what was written' if name in now else 'is missing'}")
     return problems
 
 
@@ -55,14 +80,14 @@ def _changed(source: Source, then: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def different_values(folder: Path, source: Source) -> list[str]:
+def different_values(targets: Sequence[Target], source: Source) -> list[str]:
     """Tensors of a folder without a report that are not what a conversion of the source gives, a line each."""
-    table = open_huggingface(folder).table
+    table = {target.name: target for target in targets}
     problems = []
-    for target in make_plan(source):
-        tensor = table.get(target.name)
-        if tensor is None:
-            problems.append(f"{target.name} is missing")
-        elif not np.array_equal(tensor.read(), cast(target.read(), target.dtype, tensor.dtype)):
-            problems.append(f"{target.name} in {tensor.path.name} differs from what the source gives")
+    for wanted in make_plan(source):
+        target = table.get(wanted.name)
+        if target is None:
+            problems.append(f"{wanted.name} is missing")
+        elif not np.array_equal(target.read(), cast(wanted.read(), wanted.dtype, target.dtype)):
+            problems.append(f"{target.name} in {target.source.path.name} differs from what the source gives")
     return problems

@@ -56,6 +56,8 @@ def export(
             write(temporary, source, renamed)
             if to == "meta" and not copy_tokenizer(source.path, temporary):
                 notice("no tokenizer is written: Meta's files take tokenizer.model, and the source has none")
+            if to == "llama2c":
+                notice("no tokenizer is written: llama2.c reads it from a file of its own, tokenizer.bin")
             _sync(temporary)
             with np.errstate(all="ignore"):  # absurd weights give inf and NaN: the comparison reports them
                 comparison = _prove(source, targets, temporary)
@@ -81,7 +83,9 @@ def _writer(source: Source, to: str) -> tuple[Writer, Callable[[str], str | None
 def _renamed(source: Source, target: Target, rename: Callable[[str], str | None], to: str, adjacent: bool) -> Target:
     name = rename(target.name)
     if name is None:
-        raise ConvertError(f"{to} has no place for tensor {target.name}", source.path)
+        kind = source.values()["model_type"]
+        text = f"{to} has no place for tensor {target.name} of a {kind} model: --to hf and --to gguf have"
+        raise ConvertError(text, source.path)
     heads = rope_heads(target.name, source.values()) if adjacent else None
     if heads is None:
         return Target(name, target.shape, target.dtype, target.source, target.transform, target.read)

@@ -14,10 +14,9 @@ from typing import Any
 from convert.atomic import atomic_folder, check_free_disk
 from convert.detect import open_source
 from convert.dtypes import TORCH_NAMES
-from convert.errors import ConvertError
 from convert.journal import Journal, plan_digest
 from convert.plan import Target, make_plan
-from convert.report import CONVERTER_VERSION, REPORT_FILE, is_lossless, make_report
+from convert.report import CONVERTER_VERSION, REPORT_FILE, hash_texts, is_lossless, make_report
 from convert.source import Source
 from convert.source_hashes import hash_source
 from convert.tokenizer.assemble import to_json
@@ -47,8 +46,6 @@ def convert(
     """
     source = open_source(path)
     targets = make_plan(source, dtype)
-    if source.canonical:
-        raise ConvertError("is a Hugging Face folder already: serve it as it is", path)
     check_free_disk(destination, sum(target.nbytes for target in targets))
     with atomic_folder(destination, lambda text: progress(text, 0, 0)) as folder:
         return None if folder is None else _fill(folder, source, targets, progress, shard_bytes)
@@ -74,7 +71,7 @@ def _fill(folder: Path, source: Source, targets: list[Target], progress: Progres
         source_hashes = hash_source(source)
     journal.close()
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    report = make_report(source, targets, hashes, files, proof.as_json(), seconds, source_hashes)
+    report = make_report(source, targets, hashes, files, hash_texts(folder), proof.as_json(), seconds, source_hashes)
     write_text(folder / REPORT_FILE, to_json(report))
     return report
 

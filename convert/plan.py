@@ -14,8 +14,9 @@ import numpy as np
 from convert.dtypes import NUMPY, Array, all_finite, cast
 from convert.errors import ConvertError
 from convert.rope_pairing import to_split_half
+from convert.served_model import served_model
 from convert.source import Source, SourceTensor
-from model.config import ConfigError, ModelConfig
+from model.config import ModelConfig
 from model.tensor_shapes import Shape, tensor_shapes
 
 
@@ -39,30 +40,22 @@ class Target:
 def make_plan(source: Source, dtype: str | None = None) -> list[Target]:
     """One target for every tensor the config needs. Raises ConvertError unless sources and needs match exactly."""
     config = source.values()
-    shapes = tensor_shapes(_servable(source, config))
+    model = served_model(config, source.path)
+    if model.num_layers > len(source.table):
+        raise ConvertError(f"num_hidden_layers is {model.num_layers}, with {len(source.table)} tensors", source.path)
+    shapes = tensor_shapes(model)
     by_target = {target: source.table[name] for name, target in source.names.items()} | dict(source.derived)
-    _account(source, shapes, by_target)
+    _account(source, model, shapes, by_target)
     return [_target(source, config, name, shape, by_target[name], dtype) for name, shape in shapes.items()]
 
 
-def _servable(source: Source, config: Mapping[str, Any]) -> ModelConfig:
-    """What cannot be served must be refused now, not by the server that is started on the result."""
-    try:
-        servable = ModelConfig.from_dict(config)
-    except ConfigError as error:
-        raise ConvertError(str(error), source.path) from None
-    if servable.num_layers > len(source.table):
-        raise ConvertError(f"num_hidden_layers is {servable.num_layers}, with {len(source.table)} tensors", source.path)
-    return servable
-
-
-def _account(source: Source, shapes: dict[str, Shape], by_target: dict[str, SourceTensor]) -> None:
+def _account(source: Source, config: ModelConfig, shapes: dict[str, Shape], by_target: dict[str, SourceTensor]) -> None:
     """Every source tensor is used or dropped for a reason; every needed tensor is there in the right shape."""
     taken = {part for target, tensor in source.derived.items() if target in shapes for part in tensor.parts}
     for name, tensor in source.table.items():
         used = source.names.get(name) in shapes or name in taken
         if not used and name not in source.dropped:
-            text = f"tensor {name!r} is not part of a {source.architecture} model"
+            text = f"tensor {name!r} is not part of a {source.architecture} model of {config.num_layers} layers"
             raise ConvertError(text, tensor.path, tensor.offset)
     for name, shape in shapes.items():
         if name not in by_target:

@@ -5,7 +5,9 @@ Knows nothing of how any of it was computed.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from convert.plan import Target
@@ -19,9 +21,12 @@ CONVERTER_VERSION = 1
 
 def make_report(
     source: Source, targets: list[Target], hashes: Mapping[str, str], files: Mapping[str, int],
-    proof: dict[str, Any], seconds: Mapping[str, float], source_hashes: SourceHashes,
+    texts: Mapping[str, str], proof: dict[str, Any], seconds: Mapping[str, float], source_hashes: SourceHashes,
 ) -> dict[str, Any]:  # fmt: skip
-    """hashes: target name -> sha256 of the written bytes. files: name -> size, to detect a half-copied folder."""
+    """hashes: target name -> sha256 of the written bytes. files: name -> size, to detect a half-copied folder.
+
+    texts: see hash_texts.
+    """
     return {
         "converter": {"name": "ropeway", "version": CONVERTER_VERSION},
         "source": {"name": source.path.name, "format": source.format, "architecture": source.architecture,
@@ -33,8 +38,16 @@ def make_report(
         "metadata_not_used": source.unused,
         "proof": proof,
         "files": dict(files),
+        "texts": dict(texts),
         "seconds": {phase: round(value, 3) for phase, value in seconds.items()},
     }  # fmt: skip
+
+
+def hash_texts(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file that is neither tensors, nor config.json (which goes key by key), nor the report."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix != ".safetensors"]
+    named = [path for path in files if path.name not in (REPORT_FILE, "config.json")]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in named}
 
 
 def is_lossless(targets: Sequence[Target]) -> bool:
@@ -59,4 +72,6 @@ def table(report: Mapping[str, Any]) -> list[str]:
     lines += [f"not used: {row['source']} ({row['reason']})" for row in report["not_used"]]
     unknown = [key for key, reason in report["metadata_not_used"].items() if reason.startswith("unknown")]
     lines += [f"unknown metadata, not used: {', '.join(unknown)}"] if unknown else []
+    if "tokenizer.json" not in report["texts"]:
+        lines.append("no tokenizer in the source, and no proof by text: put a tokenizer.json into the folder")
     return lines + list(report["proof"]["summary"])

@@ -74,7 +74,6 @@ class Source:
     dropped: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     tokenizer_files: Callable[[], dict[str, str]] = dict
-    canonical: bool = False
 
     def tensors(self) -> Iterator[SourceTensor]:
         """Every stored tensor, in the order of the file."""

@@ -1,4 +1,4 @@
-"""Proof that a folder is the model it was made from: hashes, RoPE pairing read from weights, logits against the source.
+"""Proof that a folder is the model it was made from: RoPE pairing read from weights, logits against the source.
 
 Knows nothing of how the conversion was done: it opens both sides through their own readings. One tensor in memory at a
 time on either side.
@@ -10,13 +10,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from convert.changes import changed_tensors, compare_source, different_values
-from convert.detect import open_source
 from convert.dtypes import Float32
 from convert.errors import ConvertError
 from convert.formats.huggingface import open_huggingface
@@ -24,7 +22,6 @@ from convert.forward import OnLayer, logits
 from convert.json_file import read_json
 from convert.positions import RotationComparison, WindowComparison, compare_rotation, compare_windows
 from convert.readings import TensorReading, source_reading
-from convert.report import REPORT_FILE
 from convert.rope_pairing import Pairing, PairingEvidence, Verdict, detect_pairing
 from convert.source import Source
 
@@ -222,34 +219,6 @@ def compare_logits(theirs: Float32, ours: Float32, lossless: bool) -> LogitCompa
 def _log_softmax(x: Float32) -> Float32:
     shifted = (x - x.max(-1, keepdims=True)).astype(np.float64)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)), np.float64)
-
-
-class Verification(NamedTuple):
-    """problems: tensors that are not what they were, a line each. note: what was compared by hash, or why not."""
-
-    proof: Proof
-    problems: list[str]
-    note: str
-
-    @property
-    def refusal(self) -> str | None:
-        """Why this folder must not be used, or None."""
-        return self.proof.refusal() or next(iter(self.problems), None)
-
-
-def verify_folder(folder: Path, against: Path | None) -> Verification:
-    """Recheck a converted folder, and its source where one is named: by the hashes in its report, and by proof."""
-    report = read_json(folder / REPORT_FILE) if (folder / REPORT_FILE).is_file() else None
-    source = None if against is None else open_source(against)
-    proof = prove(folder, source, report is None or bool(report["lossless"]))
-    problems = [] if report is None else changed_tensors(folder, report)
-    if source is None:
-        return Verification(proof, problems, "source and logits: not compared (name the source with --against)")
-    if report is None:
-        found = different_values(folder, source) if proof.refusal() else []
-        return Verification(proof, found, f"hashes: not compared (no {REPORT_FILE} in the folder)")
-    changed, note = compare_source(source, report)
-    return Verification(proof, problems + changed, note)
 
 
 def require(proof: Proof, path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
@@ -17,7 +18,7 @@ from convert.__main__ import main_convert, main_verify
 from convert.detect import open_source
 from convert.pipeline import convert
 from convert.source_hashes import hash_source, source_files
-from tests.conftest import BASE_CONFIG, random_tensors
+from tests.conftest import BASE_CONFIG, ModelFactory, random_tensors
 from tests.convert_fused_sources import write_litgpt
 from tests.convert_sources import adjacent_rows, write_gguf, write_llama2c
 from tests.test_convert_torch import write_meta
@@ -146,7 +147,7 @@ def test_the_same_model_in_another_format_is_compared_by_logits(
     path = write_llama2c(tmp_path / "a.bin", CONFIG, random_tensors(CONFIG), 1)
     assert main_verify([str(tmp_path / "out"), "--against", str(path), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["note"] == "source tensors: not compared by hash (made from gguf, this is llama2c-v1)"
+    assert found["notes"][-1] == "source tensors: not compared by hash (made from gguf, this is llama2c-v1)"
     assert found["proof"]["logits"]["passed"] and found["problems"] == []
 
 
@@ -166,3 +167,83 @@ def test_a_folder_without_a_report_is_told_which_tensors_are_wrong(
     assert main_verify(command) == 1
     out = capsys.readouterr().out
     assert f"{name} in {FILE} differs from what the source gives" in out and out.count("what the source gives") == 1
+
+
+@pytest.fixture
+def served(tiny_model: ModelFactory, tmp_path: Path) -> Path:
+    """A converted folder with a tokenizer."""
+    convert(tiny_model("llama"), tmp_path / "served")
+    return tmp_path / "served"
+
+
+def edit(path: Path, **keys: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def test_verify_sees_every_file_and_key_that_the_report_names(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_verify([str(served)]) == 0
+    assert capsys.readouterr().out.endswith("verified\n")
+    edit(served / "config.json", rms_norm_eps=2e-5, eos_token_id=7)
+    (served / "chat_template.jinja").unlink()
+    (served / "tokenizer_config.json").write_text("{}")
+    assert main_verify([str(served)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    for line in (
+        "config.json: rms_norm_eps is 2e-05, 1e-05 was written",
+        "chat_template.jinja is missing",
+        "tokenizer_config.json differs from what was written",
+    ):
+        assert line in lines
+    assert any(line.startswith("config.json: eos_token_id") for line in lines)
+    assert lines[-1] == "REFUSED: convert the source again"
+
+
+def test_many_changes_are_counted(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = load_file(served / FILE)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, served / FILE)
+    assert main_verify([str(served)]) == 1
+    out = capsys.readouterr().out
+    assert out.count("differs from what was written") == 10 and f"... and {len(tensors) - 10} more" in out
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"model_type": "gpt2", "hidden_size": None}, "model_type 'gpt2' is not supported"),
+        ({"model_type": ["llama"]}, "model_type is"),
+        ({"num_attention_heads": 7}, "config.json: "),
+        ({"num_hidden_layers": 3}, "which the config needs"),
+        ({"num_hidden_layers": 1}, "is not part of a llama model of 1 layers"),
+        ({"vocab_size": 260}, "has shape"),
+        ({"attention_bias": True}, "which the config needs"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}, "rotary settings disagree"),
+    ],
+)
+def test_what_the_server_would_not_load_is_not_verified(
+    keys: dict[str, Any], reason: str, served: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (served / "conversion_report.json").unlink()
+    assert main_verify([str(served)]) == 0
+    assert "nothing contradicts it, but there is no report" in capsys.readouterr().out
+    edit(served / "config.json", **keys)
+    assert main_verify([str(served)]) == 1
+    error = capsys.readouterr().err
+    assert reason in error and len(error.splitlines()) == 1
+
+
+def test_a_weight_that_is_no_number_is_not_verified(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (served / "conversion_report.json").unlink()
+    tensors = load_file(served / FILE)
+    tensors["model.norm.weight"][0] = np.nan
+    save_file(tensors, served / FILE)
+    assert main_verify([str(served)]) == 1
+    assert "'model.norm.weight' holds NaN or inf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "reason"), [("model.safetensors", "is not a model folder"), ("no", "no such folder")])
+def test_verify_wants_a_folder(name: str, reason: str, served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_verify([str(served / name)]) == 1
+    error = capsys.readouterr().err
+    assert reason in error and "Errno" not in error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ LLAMA3 = {
 }  # fmt: skip
 
 
+ROPE_TABLE = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+
 def plain_folder(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
     """A Hugging Face folder without a tokenizer."""
     config = BASE_CONFIG | KINDS[kind] | overrides
@@ -56,6 +60,43 @@ def test_there_and_back(to: str, tied: bool, tmp_path: Path) -> None:
     assert comparison.passed and comparison.max_difference < 1e-4
     assert_home_again(folder, tmp_path / "there", tmp_path / "home")
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "there", "home"}
+
+
+@pytest.mark.proves(format="to hf", architecture="{kind}")
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
+def test_every_model_goes_to_a_folder_of_its_own_with_the_same_bytes(kind: str, tmp_path: Path) -> None:
+    """With a RoPE table of old files, and a tied head that was stored all the same; in shards."""
+    folder = plain_folder(tmp_path / "hf", kind, torch.bfloat16, tie_word_embeddings=True, torch_dtype="bfloat16")
+    tensors = load_file(folder / "model.safetensors")
+    more = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), ROPE_TABLE: torch.ones(4)}
+    save_file(tensors | more, folder / "model.safetensors")
+    assert main_convert([str(folder), str(tmp_path / "out"), "--to", "hf", "--max-shard-size", "50KiB"]) == 0
+    shards = list((tmp_path / "out").glob("*.safetensors"))
+    got = {name: tensor for path in shards for name, tensor in load_file(path).items()}
+    assert got.keys() == tensors.keys() and len(shards) > 1
+    bits = torch.int16
+    assert [name for name in tensors if not torch.equal(got[name].view(bits), tensors[name].view(bits))] == []
+    assert load_config(tmp_path / "out") == load_config(folder)
+    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert {row["source"]: row["reason"] for row in report["not_used"]} == {
+        ROPE_TABLE: "RoPE table, recomputed", "lm_head.weight": "equals model.embed_tokens.weight",
+    }  # fmt: skip
+
+
+def test_a_folder_is_rounded_on_request(tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "hf", "phi3")
+    assert main_convert([str(folder), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    got, want = load_file(tmp_path / "out" / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert [name for name in want if not torch.equal(got[name], want[name].bfloat16())] == []
+    assert load_config(tmp_path / "out").dtype == "bfloat16"
+
+
+def test_a_head_of_its_own_beside_tied_embeddings_is_refused(tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "hf", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, folder / "model.safetensors")
+    with pytest.raises(ConvertError, match=r"tie_word_embeddings is true, but lm_head\.weight differs"):
+        export(folder, tmp_path / "there.gguf", "gguf")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -152,8 +193,8 @@ def test_real_vocabularies_survive_gguf(name: str, shared_data: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "overrides", "reason"),
     [
-        ("llama2c", {"rope_theta": 500000.0}, "RoPE base 10000"),
-        ("llama2c", {"rms_norm_eps": 1e-6}, "norm epsilon"),
+        ("llama2c", {"rope_theta": 500000.0}, "RoPE base 10000, this model has 500000.0"),
+        ("llama2c", {"rms_norm_eps": 1e-6}, "norm epsilon 1e-05, this model has 1e-06: --to hf and --to gguf hold it"),
         ("meta", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "cannot hold rope scaling"),
         ("meta", {"head_dim": 16}, "head_dim that is not dim / n_heads"),
     ],
@@ -165,10 +206,16 @@ def test_what_a_format_cannot_say_is_refused(to: str, overrides: dict[str, Any],
     assert {path.name for path in tmp_path.iterdir()} == {"hf"}
 
 
-def test_biases_have_no_place_in_metas_files(tmp_path: Path) -> None:
-    folder = plain_folder(tmp_path / "hf", "qwen2")
-    with pytest.raises(ConvertError, match=r"meta has no place for tensor model\.layers\.0\.self_attn\.q_proj\.bias"):
-        export(folder, tmp_path / "there", "meta")
+@pytest.mark.parametrize("to", ["meta", "llama2c"])
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [("qwen2", "self_attn.q_proj.bias"), ("qwen3", "self_attn.q_norm.weight"), ("phi3", "self_attn.qkv_proj.weight")],
+)
+def test_what_has_no_place_is_named(to: str, kind: str, tensor: str, tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "hf", kind)
+    words = f"{to} has no place for tensor model.layers.0.{tensor} of a {kind} model: --to hf and --to gguf have"
+    with pytest.raises(ConvertError, match=re.escape(words)):
+        export(folder, tmp_path / "there", to)
 
 
 @pytest.mark.proves(format="Mistral", architecture="mistral")
@@ -231,5 +278,20 @@ def test_metas_files_take_the_tokenizer_that_goes_with_them(
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = plain_folder(tmp_path / "hf")
     assert main_convert([str(folder), str(tmp_path / "a.gguf"), "--to", "gguf"]) == 0
-    assert "every tensor reads back" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "every tensor reads back" in out and f"a.gguf: done, {(tmp_path / 'a.gguf').stat().st_size:,} bytes" in out
     assert main_convert([str(folder), str(tmp_path / "a.gguf"), "--to", "gguf"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--to", "gguf", "--max-shard-size", "1GB"], "--max-shard-size goes with --to hf"),
+        (["--max-shard-size", "0"], "'0' is not a size from 1 byte up"),
+        (["--max-shard-size", "5EB"], "'5EB' is not a size from 1 byte up"),
+    ],
+)
+def test_wrong_usage(words: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main_convert([str(tmp_path), str(tmp_path / "out"), *words])
+    assert stop.value.code == 2 and reason in capsys.readouterr().err

@@ -21,7 +21,7 @@ from convert.cache import cache_key, default_cache, ensure_canonical
 from convert.demo import demo_model_file
 from convert.errors import ConvertError
 from convert.pipeline import convert
-from convert.verify import verify_folder
+from convert.recheck import verify_folder
 from tests.conftest import BASE_CONFIG, ModelFactory, random_tensors
 from tests.convert_sources import write_gguf
 
@@ -79,7 +79,7 @@ def test_logits_catch_what_fluent_text_hides(mistake: str, gguf: Path, tmp_path:
         undo(tensors, k, 2)
         tensors[k] = np.concatenate([tensors[k][0::2], tensors[k][1::2]])
     if mistake == "theta":
-        config["rope_parameters"]["rope_theta"] = 11000.0
+        config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 11000.0
     if mistake == "eps":
         config["rms_norm_eps"] = 1e-3
     save_file(tensors, out / "model.safetensors")
@@ -195,9 +195,12 @@ def test_a_damaged_cache_is_made_again_with_a_notice(damage: str, gguf: Path, tm
 def test_a_hugging_face_folder_is_served_as_it_is(tiny_model: ModelFactory, tmp_path: Path) -> None:
     folder = tiny_model("llama")
     assert ensure_canonical(folder, tmp_path / "cache") == folder
-    with pytest.raises(ConvertError, match="Hugging Face folder already"):
-        convert(folder, tmp_path / "out")
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_source_without_a_tokenizer_is_told(gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_convert([str(gguf), str(tmp_path / "out")]) == 0
+    assert "no tokenizer in the source, and no proof by text: put a tokenizer.json" in capsys.readouterr().out
 
 
 def test_cache_place_is_configurable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

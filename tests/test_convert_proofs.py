@@ -25,7 +25,7 @@ def test_no_architecture_and_no_way_back_is_left_out(proofs: list[Proof]) -> Non
     cells = {(kind, architecture) for kind, architecture, _ in proofs}
     assert set(ARCHITECTURES) == FAMILIES.keys() == {architecture for _, architecture in cells}
     assert {row.model_type for row in GGUF_ARCHITECTURES.values()} <= {a for kind, a in cells if kind == "GGUF"}
-    assert {f"to {to}" for to in EXPORTS} <= {kind for kind, _ in cells}
+    assert {"to hf"} | {f"to {to}" for to in EXPORTS} <= {kind for kind, _ in cells}
 
 
 def test_every_scheme_of_quantised_safetensors_has_a_row(proofs: list[Proof]) -> None:

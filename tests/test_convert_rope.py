@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from convert.errors import ConvertError
 from convert.export import export
 from convert.pipeline import convert
-from convert.verify import verify_folder
+from convert.recheck import verify_folder
 from model.config import ModelConfig, load_config
 from tests.conftest import BASE_CONFIG, KINDS, random_tensors
 from tests.convert_sources import write_gguf

@@ -15,7 +15,7 @@ from convert.formats.huggingface import open_huggingface
 from convert.forward import logits
 from convert.pipeline import convert
 from convert.readings import canonical_reading
-from convert.verify import verify_folder
+from convert.recheck import verify_folder
 from model.config import load_config
 from model.ops.reference import ReferenceOps
 from model.weights import load_decoder
@@ -67,7 +67,7 @@ def test_text_tells_the_pairing_of_a_trained_model(stories: Path, tmp_path: Path
             if kind in name:
                 weights[name] = adjacent_rows(rows, heads)
     save_file(weights, tmp_path / "out" / "model.safetensors")
-    proof, problems, _ = verify_folder(tmp_path / "out", None)
+    proof, problems, *_ = verify_folder(tmp_path / "out", None)
     assert proof.text is not None and proof.text.verdict == "contradicted"
     assert "RoPE pairing by text is contradicted" in (proof.refusal() or "")
     assert len(problems) == 10

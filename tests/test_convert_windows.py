@@ -19,7 +19,7 @@ from convert.export import export
 from convert.forward import logits
 from convert.pipeline import convert
 from convert.readings import source_reading
-from convert.verify import verify_folder
+from convert.recheck import verify_folder
 from model.config import load_config
 from tests.conftest import BASE_CONFIG, KINDS, random_tensors
 from tests.convert_sources import write_gguf

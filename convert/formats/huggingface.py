@@ -10,6 +10,7 @@ from pathlib import Path
 from convert.canonical import INTERNLM2, SINGLE, quantisation
 from convert.errors import ConvertError
 from convert.formats.huggingface_config import with_defaults
+from convert.formats.huggingface_leftovers import leftovers
 from convert.formats.internlm2 import internlm2_source
 from convert.formats.quantised import quantised_source
 from convert.json_file import read_json, read_text
@@ -28,17 +29,15 @@ def open_huggingface(folder: Path) -> Source:
     """Read config.json and the header of every shard. Raises ConvertError for damage of any kind."""
     config = read_json(folder / "config.json")
     table = read_folder(folder)
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise ConvertError("no model_type", folder / "config.json")
     if (said := quantisation(folder, config)) is not None:
         return quantised_source(folder, config, said, table, lambda: tokenizer_texts(folder))
-    if model_type == INTERNLM2:
+    if config.get("model_type") == INTERNLM2:
         return internlm2_source(folder, config, table, lambda: tokenizer_texts(folder))
+    entries, dropped = with_defaults(folder / "config.json", config), leftovers(folder, config, table)
     return Source(
-        path=folder, format="huggingface", architecture=model_type, pairing="split_half",
-        config=with_defaults(folder / "config.json", config), names={name: name for name in table}, table=table,
-        raw=config, canonical=True, tokenizer_files=lambda: tokenizer_texts(folder),
+        path=folder, format="huggingface", architecture=config["model_type"], pairing="split_half",
+        config=entries, table=table, raw=config, dropped=dropped,
+        names={name: name for name in table if name not in dropped}, tokenizer_files=lambda: tokenizer_texts(folder),
     )  # fmt: skip
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from convert.errors import ConvertError
 from convert.formats.huggingface import tokenizer_texts
 from convert.formats.huggingface_config import with_defaults
+from convert.formats.huggingface_leftovers import leftovers
 from convert.formats.internlm2 import MODEL_TYPE as INTERNLM2
 from convert.formats.internlm2 import internlm2_source
 from convert.formats.torch_pickle import read_torch, state_tensors
@@ -34,17 +33,12 @@ def open_huggingface_bin(folder: Path) -> Source:
     if raw.get("model_type") == INTERNLM2:
         return internlm2_source(folder, raw, table, lambda: tokenizer_texts(folder))
     config = with_defaults(folder / "config.json", raw)
-    dropped = {name: "RoPE table, recomputed" for name in table if name.endswith("rotary_emb.inv_freq")}
-    tied, head, embedding = config["tie_word_embeddings"].value, "lm_head.weight", "model.embed_tokens.weight"
-    if tied and head in table and embedding in table:
-        if not np.array_equal(table[head].read(), table[embedding].read()):
-            raise ConvertError("tie_word_embeddings is true, but lm_head.weight differs from the embedding", folder)
-        dropped[head] = f"equals {embedding}"
+    values = {key: entry.value for key, entry in config.items()}
+    dropped = leftovers(folder, values, table)
     return Source(
         path=folder, format="huggingface-bin", architecture=str(config["model_type"].value), pairing="split_half",
         config=config, names={name: name for name in table if name not in dropped}, table=table,
-        raw={key: entry.value for key, entry in config.items()}, dropped=dropped,
-        tokenizer_files=lambda: tokenizer_texts(folder),
+        raw=values, dropped=dropped, tokenizer_files=lambda: tokenizer_texts(folder),
     )  # fmt: skip
 
 

@@ -9,22 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from convert.errors import ConvertError
 from convert.formats.rope_entries import rope_entries
+from convert.served_model import served_model
 from convert.source import ConfigEntry
-from model.config import FAMILIES, Family
-
-REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+from model.config import FAMILIES
 
 
 def with_defaults(path: Path, raw: Mapping[str, Any]) -> dict[str, ConfigEntry]:
     """Every key of `raw`, and the defaults that a conversion to another format needs. Raises ConvertError."""
-    if missing := [key for key in REQUIRED if not isinstance(raw.get(key), int) or raw[key] < 1]:
-        raise ConvertError(f"{missing[0]} is {raw.get(missing[0])!r}, expected a positive whole number", path)
-    if not isinstance(raw.get("model_type"), str):
-        raise ConvertError(f"model_type is {raw.get('model_type')!r}, expected a name", path)
+    served_model(raw, path)
     heads = raw["num_attention_heads"]
-    family = FAMILIES.get(str(raw.get("model_type")), Family())
+    family = FAMILIES[raw["model_type"]]
     defaults: dict[str, Any] = {
         "num_key_value_heads": heads,
         "head_dim": family.head_dim or raw["hidden_size"] // heads,

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from convert.errors import ConvertError
 from convert.formats.fused import split_qkv
 from convert.formats.huggingface_config import with_defaults
+from convert.formats.huggingface_leftovers import leftovers
+from convert.served_model import served_model
 from convert.source import ConfigEntry, Source, SourceTensor
-from model.config import ConfigError, ModelConfig
 
 MODEL_TYPE = "internlm2"
 GLOBAL_NAMES = {
@@ -41,7 +41,7 @@ def internlm2_source(
     names: dict[str, str] = {}
     derived: dict[str, SourceTensor] = {}
     config = _config(folder, raw)
-    model = _servable(folder, config)
+    model = served_model({key: entry.value for key, entry in config.items()}, folder / "config.json")
     for name, tensor in table.items():
         match = LAYER_NAME.fullmatch(name)
         if name in GLOBAL_NAMES:
@@ -51,18 +51,11 @@ def internlm2_source(
         elif match is not None and match[2] == FUSED:
             target = f"{match[1]}self_attn.{{}}_proj.{match[3]}"
             derived |= split_qkv(tensor, target, model.num_heads, model.num_kv_heads, model.head_dim, by_group=True)
-    dropped = {name: "RoPE table, recomputed" for name in table if name.endswith("rotary_emb.inv_freq")}
+    dropped = leftovers(folder, {}, table)
     return Source(
         path=folder, format=MODEL_TYPE, architecture=MODEL_TYPE, pairing="split_half", config=config, names=names,
         table=table, raw=raw, derived=derived, dropped=dropped, tokenizer_files=tokenizer_files,
     )  # fmt: skip
-
-
-def _servable(folder: Path, config: Mapping[str, ConfigEntry]) -> ModelConfig:
-    try:
-        return ModelConfig.from_dict({key: entry.value for key, entry in config.items()})
-    except ConfigError as error:
-        raise ConvertError(str(error), folder / "config.json") from None
 
 
 def _config(folder: Path, raw: Mapping[str, Any]) -> dict[str, ConfigEntry]:

@@ -51,16 +51,18 @@ def _header(source: Source) -> Header:
 def _check(source: Source, header: Header, targets: Sequence[Target]) -> None:
     config: dict[str, Any] = source.values()
     rope = config["rope_parameters"]
+    windows, share = ModelConfig.from_dict(config).windows, rope.get("partial_rotary_factor", 1.0)
     fits = {
-        f"RoPE base {THETA:g} without scaling": rope["rope_theta"] == THETA and config.get("rope_scaling") is None,
-        "whole heads that turn": rope.get("partial_rotary_factor", 1.0) == 1.0,
-        f"norm epsilon {EPS:g}": math.isclose(config["rms_norm_eps"], EPS, rel_tol=1e-6),
-        "head_dim = dim / heads": config["head_dim"] == header.head_dim,
-        "no sliding window": set(ModelConfig.from_dict(config).windows) == {None},
-        "model type llama or mistral": config["model_type"] in ("llama", "mistral"),
+        f"RoPE base {THETA:g}": (rope["rope_theta"], rope["rope_theta"] == THETA),
+        "no RoPE scaling": (config.get("rope_scaling"), config.get("rope_scaling") is None),
+        "whole heads that turn": (share, share == 1.0),
+        f"norm epsilon {EPS:g}": (config["rms_norm_eps"], math.isclose(config["rms_norm_eps"], EPS, rel_tol=1e-6)),
+        "head_dim = dim / heads": (config["head_dim"], config["head_dim"] == header.head_dim),
+        "no sliding window": (windows, not any(windows)),
+        "model type llama or mistral": (config["model_type"], config["model_type"] in ("llama", "mistral")),
     }
-    if broken := [what for what, holds in fits.items() if not holds]:
-        raise ConvertError(f"llama2.c implies {broken[0]}, which this model has not", source.path)
+    if broken := [f"{what}, this model has {value}" for what, (value, holds) in fits.items() if not holds]:
+        raise ConvertError(f"llama2.c implies {broken[0]}: --to hf and --to gguf hold it", source.path)
     expected = {name for name, _ in header.order()} - {"freqs_cos", "freqs_sin"}
     assert expected == {target.name for target in targets}
 

@@ -148,6 +148,4 @@ def _joined(
 ) -> SourceTensor:
     first = parts[0]
     extents = tuple(extent for part in parts for extent in part.extents)
-    return SourceTensor(
-        name, shape, f"{first.dtype} from {how}", first.dtype, first.path, first.offset, read, extents=extents
-    )
+    return SourceTensor(name, shape, first.dtype, first.dtype, first.path, first.offset, read, how=how, extents=extents)

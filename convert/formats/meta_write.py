@@ -102,11 +102,12 @@ def _params(source: Source) -> dict[str, Any]:
     config: dict[str, Any] = source.values()
     if config["model_type"] != "llama":
         known = "llama models (and mistral in Mistral's own files)"
-        raise ConvertError(f"Meta's files hold {known}, this one is {config['model_type']}", source.path)
+        raise ConvertError(f"Meta's files hold {known}, this one is {config['model_type']}: try --to gguf", source.path)
     if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
         raise ConvertError("params.json cannot hold a head_dim that is not dim / n_heads", source.path)
     if config["rope_parameters"].get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConvertError("Meta's code turns whole heads, this model turns parts of them", source.path)
+        text = "Meta's code turns whole heads, this model turns parts of them (partial_rotary_factor): keep --to hf"
+        raise ConvertError(text, source.path)
     params = {name: config[key] for key, name in KEPT.items()} | _width(config)
     if config["rope_parameters"]["rope_theta"] != DEFAULT_THETA:
         params["rope_theta"] = config["rope_parameters"]["rope_theta"]

@@ -13,6 +13,7 @@ from typing import Any
 from convert.errors import ConvertError
 from convert.formats.compressed_tensors import Fp8, compressed_tensors
 from convert.formats.huggingface_config import with_defaults
+from convert.formats.huggingface_leftovers import leftovers
 from convert.formats.packed_matrices import Awq, Gptq, Mlx
 from convert.formats.quantised_scheme import Scheme
 from convert.source import Source, SourceTensor
@@ -34,7 +35,8 @@ def quantised_source(
     tokenizer_files: Callable[[], dict[str, str]],
 ) -> Source:  # fmt: skip
     """said: how it is quantised (canonical.quantisation). ConvertError for a scheme that is not known exactly."""
-    method = str(said["quant_method"])
+    plain = {key: value for key, value in config.items() if key not in KEYS}
+    entries, method = with_defaults(folder / "config.json", plain), str(said["quant_method"])
     if method not in SCHEMES:
         known = ", ".join(sorted(SCHEMES))
         raise ConvertError(f"weights quantised as {method!r} are not supported (known: {known})", folder)
@@ -42,11 +44,10 @@ def quantised_source(
     derived = _weights(scheme, table)
     taken = {part for tensor in derived.values() for part in tensor.parts}
     dropped = {name: reason for name in table if (reason := NOT_OF_WEIGHTS.get(name.rsplit(".", 1)[-1]))}
-    dropped = {name: reason for name, reason in dropped.items() if name not in taken}
-    plain = {key: value for key, value in config.items() if key not in KEYS}
+    dropped = {name: reason for name, reason in dropped.items() if name not in taken} | leftovers(folder, config, table)
     return Source(
         path=folder, format=f"huggingface-{method}", architecture=str(config["model_type"]), pairing="split_half",
-        config=with_defaults(folder / "config.json", plain), table=table, raw=plain, derived=derived, dropped=dropped,
+        config=entries, table=table, raw=plain, derived=derived, dropped=dropped,
         names={name: name for name in table if name not in taken and name not in dropped},
         unused={key: "says how weights were quantised" for key in KEYS if key in config},
         tokenizer_files=tokenizer_files,
