@@ -17,7 +17,7 @@ from torch import Tensor
 
 from model.ops.cpu.build import UnavailableError, find_compiler, find_library
 from model.ops.cpu.native import CpuOps
-from model.ops.cpu.rounding import GROUP, ROUNDINGS, int4_codes, rounded_to_int4, turned_groups
+from model.ops.cpu.rounding import ROUNDINGS, in_groups, restored_int4, turned
 from tests.native_ops import close, random, threads
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -105,33 +105,46 @@ def test_bf16_output_rounds_to_nearest_even_and_keeps_nan(ops: CpuOps) -> None:
 
 
 # ---- rounded weights -------------------------------------------------------------------------------------------------
-def rounded_inputs(x: Tensor) -> Tensor:
+def rounded_inputs(x: Tensor, bits: int) -> Tensor:
     """x [M, K] as it is rounded on the way in: whole numbers from -127 to 127 times the scale of each group; f64."""
-    groups = turned_groups(x.float())
+    groups = turned(in_groups(x.float(), 64)) if bits == 8 else in_groups(x.float(), 32)
     top = groups.abs().amax(2, keepdim=True)
-    inverse = torch.full_like(top, 127).div(top)  # not 127 / top: that multiplies by a rounded reciprocal
+    inverse = torch.full_like(top, 127).div(top.clamp(min=1e-30))  # not 127 / top: a rounded reciprocal, multiplied
     return ((groups * inverse).round().double() * (top / 127).double()).flatten(1)
 
 
 def rounded_weights(weight: Tensor, bits: int) -> Tensor:
-    codes, scale = ROUNDINGS[bits](turned_groups(weight.float()))
-    return (codes.double() * scale.double().unsqueeze(2)).flatten(1)
+    codes, factors = ROUNDINGS[bits](weight.float())
+    codes, factors = codes.double(), factors.double()
+    values = (codes - 128) * factors if bits == 8 else codes * factors[..., :1] + factors[..., 1:]
+    return values.flatten(1)
 
 
 def test_groups_are_turned_by_an_orthonormal_matrix_of_equal_sizes() -> None:
-    turn = turned_groups(torch.eye(GROUP)).squeeze(1)
-    assert torch.equal(turn @ turn.T, torch.eye(GROUP)) and torch.equal(turn.abs(), torch.full_like(turn, GROUP**-0.5))
+    turn = turned(torch.eye(64).unsqueeze(1)).squeeze(1)
+    assert torch.equal(turn @ turn.T, torch.eye(64)) and torch.equal(turn.abs(), torch.full_like(turn, 1 / 8))
 
 
 def test_4_bit_scales_err_less_than_the_plain_ones() -> None:
-    groups = random(50, 3, GROUP)
+    """Plain: the least weight is code 0, the largest 15. Equal weights are kept exactly."""
+    weight = random(50, 96)
+    groups = in_groups(weight, 32)
+    low, high = groups.aminmax(dim=2, keepdim=True)
+    step = (high - low) / 15
+    plain = ((groups - low) / step).round() * step + low
+    codes, factors = ROUNDINGS[4](weight)
+    error = (restored_int4(codes, factors) - groups).square().sum()
+    assert float(error) < 0.96 * float((plain - groups).square().sum())
+    for value in (0.0, 0.75):
+        equal = torch.full((2, 32), value)
+        assert torch.equal(restored_int4(*ROUNDINGS[4](equal)).flatten(1), equal)
 
-    def error(codes: Tensor, scale: Tensor) -> float:
-        return float((codes * scale.float().unsqueeze(2) - groups).square().sum())
 
-    plain = (groups.abs().amax(2) / 7).bfloat16()
-    assert error(*rounded_to_int4(groups)) < 0.85 * error(int4_codes(groups, plain), plain)
-    assert not rounded_to_int4(torch.zeros(2, 1, GROUP))[1].any()
+def test_weights_that_were_4_bit_groups_before_are_kept() -> None:
+    """Codes of a file with a scale and a minimum per 32 inputs, each group using all of its range."""
+    codes = torch.stack([torch.randperm(32, generator=torch.Generator().manual_seed(i)) % 16 for i in range(40)])
+    weight = codes * 0.25 - 1.5
+    assert torch.equal(restored_int4(*ROUNDINGS[4](weight)).flatten(1), weight)
 
 
 @pytest.mark.parametrize(("quantization", "bits"), [("int8", 8), ("int4", 4)])
@@ -142,13 +155,13 @@ def test_the_product_is_that_of_rounded_values(
 ) -> None:
     weight, bias = random(*shape, dtype=dtype), random(shape[0], dtype=dtype, seed=1)
     x = random(19, shape[1], dtype=dtype, seed=2)
-    expected = rounded_inputs(x) @ rounded_weights(weight, bits).T + bias.double()
+    expected = rounded_inputs(x, bits) @ rounded_weights(weight, bits).T + bias.double()
     packed = ops.pack_linear(weight, bias, quantization)
     close(ops.linear(x, packed, torch.float32), expected.float(), torch.float32)
     close(ops.linear(x, packed, torch.bfloat16), expected.bfloat16(), torch.bfloat16)
 
 
-@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8 + 16 / 64), ("int4", 4 + 16 / 64)])
+@pytest.mark.parametrize(("quantization", "bits"), [("int8", 8 + 16 / 64), ("int4", 4 + 32 / 32)])
 def test_rounded_weights_take_the_bytes_they_promise(ops: CpuOps, quantization: str, bits: float) -> None:
     assert ops.pack_linear(random(576, 1024), None, quantization).nbytes == 576 * 1024 * bits / 8
 
@@ -166,7 +179,7 @@ def test_rounding_keeps_the_product(ops: CpuOps, quantization: str, limit: float
 def test_a_large_input_leaves_its_neighbours_their_digits(ops: CpuOps, dtype: torch.dtype) -> None:
     """Weights ignore the large input; in steps of 1 / 127 of it the others would err by a fifth of theirs."""
     weight, x = random(64, 512, dtype=dtype), random(32, 512, dtype=dtype, seed=1)
-    weight[:, ::GROUP], x[:, ::GROUP] = 0, 100
+    weight[:, ::64], x[:, ::64] = 0, 100
     exact = x.float() @ weight.float().T
     error = ops.linear(x, ops.pack_linear(weight, None, "int8"), torch.float32) - exact
     assert float(error.norm() / exact.norm()) < 0.1
@@ -177,14 +190,16 @@ def test_inputs_too_small_to_divide_by_are_zeros(ops: CpuOps) -> None:
     assert not ops.linear(x, ops.pack_linear(weight, None, "int8")).any()
 
 
-def test_extreme_sums_do_not_saturate(ops: CpuOps) -> None:
-    """Every product at its largest, of one sign: 2 * 15 * 127 a pair for 4-bit, 255 * 127 a byte for 8-bit weights."""
-    extreme = turned_groups(torch.ones(1, 4096)).flatten(1)  # the turn undoes itself
-    for quantization in ("int8", "int4"):
-        for sign in (-1.0, 1.0):
-            packed = ops.pack_linear(sign * extreme.repeat(40, 1), None, quantization)
-            actual = ops.linear(extreme.repeat(3, 1), packed)
-            torch.testing.assert_close(actual, torch.full((3, 40), sign * 4096), rtol=5e-3, atol=0)
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_extreme_sums_do_not_saturate(ops: CpuOps, sign: float) -> None:
+    """Products at their largest, of one sign: 255 * 127 a byte for 8-bit weights, 15 * 127 for 4-bit ones."""
+    extreme = turned(torch.ones(1, 64, 64)).flatten(1)  # the turn undoes itself
+    actual = ops.linear(extreme.repeat(3, 1), ops.pack_linear(sign * extreme.repeat(40, 1), None, "int8"))
+    torch.testing.assert_close(actual, torch.full((3, 40), sign * 4096), rtol=5e-3, atol=0)
+    weight = torch.ones(40, 4096)
+    weight[:, ::32] = 0
+    actual = ops.linear(torch.full((3, 4096), sign), ops.pack_linear(weight, None, "int4"))
+    torch.testing.assert_close(actual, torch.full((3, 40), sign * 4096 * 31 / 32), rtol=5e-3, atol=0)
 
 
 def test_an_unknown_quantization_is_refused(ops: CpuOps) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model.ops.cpu.rounding import ROUNDINGS, turned_groups
+from model.ops.cpu.rounding import ROUNDINGS
 
 WORD = 4
 """Bytes of a word: 1 fp32, 2 bf16 or 4 8-bit weights of one output, K ascending."""
@@ -51,9 +51,9 @@ class FloatLinear:
 
 @dataclass(frozen=True, slots=True)
 class RoundedLinear:
-    """Weights rounded to 8 or 4 bits, one scale per output and GROUP inputs: see rounding.py."""
+    """Weights rounded to 8 or 4 bits, with factors per output and group of inputs: see rounding.py."""
 
-    weight: Tensor  # [panels, groups, GROUP * bits / 32 * panel words and panel / 2 words of scales] i32
+    weight: Tensor  # [panels, groups, words of codes, then of factors] i32
     bias: Tensor | None  # [N] f32
     out_features: int
     in_features: int
@@ -62,13 +62,11 @@ class RoundedLinear:
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None, panel: int, bits: int) -> RoundedLinear:
         """weight [N, K] f32, bias [N] f32; bits: 8 or 4."""
-        groups = turned_groups(F.pad(weight, (0, 0, 0, -weight.shape[0] % panel)))
-        codes, scale = ROUNDINGS[bits](groups)
-        words = (codes + 2 ** (bits - 1)).to(torch.uint8)
+        codes, factors = ROUNDINGS[bits](F.pad(weight, (0, 0, 0, -weight.shape[0] % panel)))
         if bits == 4:
-            halves = words.view(*words.shape[:2], -1, 2, WORD)  # [N, groups, steps, half, byte]
-            words = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(2)
-        parts = (_by_panel(words.view(torch.int32), panel), _by_panel(scale.unsqueeze(2), panel))
+            halves = codes.view(*codes.shape[:2], -1, 2, WORD)  # [N, groups, steps, half, byte]
+            codes = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(2)
+        parts = (_by_panel(codes.view(torch.int32), panel), _by_panel(factors, panel))
         return cls(torch.cat(parts, 2), bias, weight.shape[0], weight.shape[1], bits)
 
     @property

@@ -1,7 +1,9 @@
-"""How weights are rounded to 8 and 4 bits: whole numbers and the scales that they are multiplied by.
+"""How weights are rounded to 8 and 4 bits: whole numbers, and the factors that make weights of them again.
 
-Knows no layout. GROUP inputs share a scale, once they are turned by a Hadamard matrix; activations are treated alike in
-csrc/round_group.h, so products keep their value, and one large input does not cost its neighbours their digits.
+Knows no layout. 8 bits: groups of 64 inputs share a scale, once they are turned by a Hadamard matrix; round_group.h
+turns activations, so products keep their value, and one large input does not cost its neighbours their digits.
+4 bits: groups of 32 inputs as they came share a scale and a minimum, as in most files of 4-bit weights: what was so
+rounded before stays nearly as it is.
 """
 
 from __future__ import annotations
@@ -10,47 +12,68 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-GROUP = 64
-"""Inputs that share a scale and are turned together; a square, so that the turn divides by a whole number."""
-SHRINKINGS = (1.0, 0.9, 0.8)
-"""4-bit scales of a group that are tried, relative to the one at which nothing is cut off."""
+GROUPS = {8: 64, 4: 32}
+"""Bits -> inputs that share a scale."""
+SHRINKINGS = (1.0, 0.95, 0.9)
+"""Ranges of a 4-bit group that are tried, relative to the one at which nothing is cut off."""
+LEVELS = 15
+"""The largest 4-bit code."""
 
 
-def turned_groups(values: Tensor) -> Tensor:
-    """[N, K] f32 -> [N, groups, GROUP] f32, zeros beyond K: values times the symmetric, orthonormal Hadamard matrix."""
-    groups = F.pad(values, (0, -values.shape[1] % GROUP)).view(values.shape[0], -1, GROUP)
-    apart = 1
-    while apart < GROUP:  # the same order as csrc/round_group.h
+def rounded_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] f32 -> [N, groups, 64] uint8 codes and [N, groups, 1] bf16 scales: (code - 128) * scale, turned."""
+    groups = turned(in_groups(weight, GROUPS[8]))
+    scale = (groups.abs().amax(2, keepdim=True) / 127).to(torch.bfloat16)
+    return (groups / _divisor(scale)).round_().add_(128).to(torch.uint8), scale
+
+
+def rounded_to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] f32 -> [N, groups, 32] uint8 codes to 15 and [N, groups, 2] bf16: code * scale + minimum."""
+    groups = in_groups(weight, GROUPS[4])
+    low, high = groups.aminmax(dim=2, keepdim=True)
+    best = torch.zeros((*groups.shape[:2], 2), dtype=torch.bfloat16)
+    least = torch.full_like(low, torch.inf)
+    for shrinking in SHRINKINGS:
+        factors = _int4_factors(low, high, shrinking)
+        error = restored_int4(int4_codes(groups, factors), factors).sub_(groups).square_().sum(2, keepdim=True)
+        best, least = torch.where(error < least, factors, best), torch.minimum(error, least)
+    return int4_codes(groups, best).to(torch.uint8), best
+
+
+def _int4_factors(low: Tensor, high: Tensor, shrinking: float) -> Tensor:
+    """The scale and minimum [N, groups, 2] bf16 of a range that is cut at both ends."""
+    scale = ((high - low) * (shrinking / LEVELS)).to(torch.bfloat16)
+    minimum = (low + high) / 2 - scale.float() * (LEVELS / 2)
+    return torch.cat((scale, minimum.to(torch.bfloat16)), 2)
+
+
+def int4_codes(groups: Tensor, factors: Tensor) -> Tensor:
+    """The nearest whole numbers from 0 to 15, f32 as groups."""
+    return ((groups - factors[..., 1:].float()) / _divisor(factors[..., :1])).round_().clamp_(0, LEVELS)
+
+
+def restored_int4(codes: Tensor, factors: Tensor) -> Tensor:
+    """What codes stand for; f32 as groups."""
+    return codes * factors[..., :1].float() + factors[..., 1:].float()
+
+
+def in_groups(values: Tensor, group: int) -> Tensor:
+    """[N, K] -> [N, groups, group], zeros beyond K."""
+    return F.pad(values, (0, -values.shape[1] % group)).view(values.shape[0], -1, group)
+
+
+def turned(groups: Tensor) -> Tensor:
+    """Each group [.., G] times the symmetric, orthonormal Hadamard matrix; G is a power of 4, so dividing is exact."""
+    width, apart = groups.shape[2], 1
+    while apart < width:  # the same order as csrc/round_group.h
         first, second = groups.view(*groups.shape[:2], -1, 2, apart).unbind(3)
         groups = torch.stack((first + second, first - second), 3).flatten(2)
         apart *= 2
-    return groups.div_(GROUP**0.5)
-
-
-def rounded_to_int8(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, groups, GROUP] f32 -> whole numbers from -127 to 127, f32 as groups, and [N, groups] bf16 scales."""
-    scale = (groups.abs().amax(2) / 127).to(torch.bfloat16)
-    return (groups / _divisor(scale)).round_(), scale
-
-
-def rounded_to_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """As rounded_to_int8, from -8 to 7: the largest weight becomes -8 or is cut off, by the least squares."""
-    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True)).squeeze(2)
-    best, least = torch.zeros_like(largest, dtype=torch.bfloat16), torch.full_like(largest, torch.inf)
-    for shrinking in SHRINKINGS:
-        scale = (largest * (shrinking / -8)).to(torch.bfloat16)
-        error = int4_codes(groups, scale).mul_(scale.float().unsqueeze(2)).sub_(groups).square_().sum(2)
-        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
-    return int4_codes(groups, best), best
-
-
-def int4_codes(groups: Tensor, scale: Tensor) -> Tensor:
-    """The nearest whole numbers from -8 to 7; f32 as groups."""
-    return (groups / _divisor(scale)).round_().clamp_(-8, 7)
+    return groups.div_(width**0.5)
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, 1, scale.float()).unsqueeze(2)
+    return torch.where(scale == 0, 1, scale.float())
 
 
 ROUNDINGS = {8: rounded_to_int8, 4: rounded_to_int4}

@@ -1,40 +1,47 @@
-// Linear layers with rounded weights: one bf16 scale per output and GROUP inputs, activations rounded likewise.
+// Linear layers with rounded weights: bf16 scales per output and group of inputs, activations rounded likewise.
 //
-// Knows nothing of how weights were rounded: a Weights says how a step of them is read and multiplied. Within a group sums
-// are integers, hence exact; groups are added in fp32 in ascending order, whoever computes them: a row's bits depend on
-// that row alone. Weights are unsigned, w + Weights::OFFSET, which is what CPUs multiply with signed bytes; OFFSET times the
-// sum of the row's group is taken off at the start. In a panel the group's scales follow its steps.
+// Knows nothing of how weights were rounded: a Weights says how wide a group is, whether its inputs are turned, and how a
+// step is read and multiplied. Within a group sums are integers, hence exact; groups are added in fp32 in ascending order,
+// whoever computes them: a row's bits depend on that row alone. Weights are unsigned, which is what CPUs multiply with
+// signed bytes. What they are too large by is a whole number of steps, taken off where a group starts, or (MINIMA) the
+// group's least weight, added behind it. In a panel the group's scales follow its steps, and the minima these.
 #pragma once
 #include "interleave.h"
 #include "panels.h"
 #include "round_group.h"
 
-constexpr size_t SCALE_BYTES = PANEL * sizeof(bf16);
+template <class Weights>
+constexpr size_t scale_bytes() {
+    return (Weights::MINIMA ? 2 : 1) * PANEL * sizeof(bf16);
+}
 
 template <class Weights>
 constexpr size_t group_bytes() {
-    return Weights::STEPS * STEP_BYTES + SCALE_BYTES;
+    return Weights::STEPS * STEP_BYTES + scale_bytes<Weights>();
 }
 
-// What a tile reads of its rows.
+// What a tile reads of its rows: [group][row], [group][row] and [group][step][part][row].
 struct RoundedRows {
-    const int32_t* starts;  // [group][row]: -OFFSET times the sum of the rounded values
-    const float* scales;    // [group][row]
-    const uint32_t* words;  // [group][step][part][row]
+    const uint32_t* terms;  // the sum of the rounded values as Weights::term() wants it
+    const float* scales;
+    const uint32_t* words;
 };
 
-// Products of RUN steps from zero, or of a whole group from the starts.
 template <class Weights, int ROWS, int PANELS>
-static inline void run_of_steps(const uint32_t* x, const uint8_t* w, size_t panel_bytes, Ahead& ahead, int step,
-                                vi (&sum)[ROWS][PANELS][2]) {
-    for (int i = 0; i < Weights::RUN; i++) {
+static inline void products_of_group(const RoundedRows& x, const uint8_t* w, size_t panel_bytes, Ahead& ahead, int step,
+                                     vi (&sum)[ROWS][PANELS][2]) {
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) sum[r][p][0] = sum[r][p][1] = Weights::start(x.terms[r]);
+    for (int i = 0; i < Weights::STEPS; i++) {
         ask<PANELS>(ahead, step + i, panel_bytes);
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 2
             for (int part = 0; part < Weights::PARTS; part++) {
                 const uint8_t* at = fresh(w + p * panel_bytes + i * STEP_BYTES);
-                const uint32_t* values = fresh(x + (i * Weights::PARTS + part) * ROWS);
+                const uint32_t* values = fresh(x.words + (i * Weights::PARTS + part) * ROWS);
                 auto lo = Weights::weights(at, part), hi = Weights::weights(at + VEC_BYTES, part);
 #pragma GCC unroll 12
                 for (int r = 0; r < ROWS; r++) {
@@ -46,25 +53,17 @@ static inline void run_of_steps(const uint32_t* x, const uint8_t* w, size_t pane
     }
 }
 
-template <class Weights, int ROWS, int PANELS>
-static inline void products_of_group(const uint32_t* x, const int32_t* starts, const uint8_t* w, size_t panel_bytes,
-                                     Ahead& ahead, int step, vi (&total)[ROWS][PANELS][2]) {
+// c[r * stride + j] += products times both scales, for the columns of one vector.
+template <class Weights, int ROWS, class Products>
+static inline void add_group(const RoundedRows& x, const uint8_t* scales, Products products, float* c, size_t stride) {
+    vf scale = load_f32(reinterpret_cast<const bf16*>(scales)), minimum{};
+    if constexpr (Weights::MINIMA) minimum = load_f32(reinterpret_cast<const bf16*>(scales) + PANEL);
 #pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++) total[r][p][0] = total[r][p][1] = vi{} + starts[r];
-    if constexpr (Weights::RUN == Weights::STEPS) {
-        run_of_steps<Weights>(x, w, panel_bytes, ahead, step, total);
-    } else {
-        for (int i = 0; i < Weights::STEPS; i += Weights::RUN) {
-            vi sum[ROWS][PANELS][2] = {};
-            run_of_steps<Weights>(x + i * Weights::PARTS * ROWS, w + i * STEP_BYTES, panel_bytes, ahead, step + i, sum);
-#pragma GCC unroll 12
-            for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-                for (int p = 0; p < PANELS; p++)
-                    for (int half = 0; half < 2; half++) total[r][p][half] += Weights::widened(sum[r][p][half]);
-        }
+    for (int r = 0; r < ROWS; r++) {
+        vf value = __builtin_convertvector(Weights::widened(products(r)), vf) * scale;
+        vf before = load<vf>(c + r * stride);
+        if constexpr (Weights::MINIMA) before = madd(minimum, (vf)(vu{} + x.terms[r]), before);
+        store(c + r * stride, madd(value, splat(x.scales[r]), before));
     }
 }
 
@@ -72,25 +71,19 @@ static inline void products_of_group(const uint32_t* x, const int32_t* starts, c
 template <class Weights, int ROWS, int PANELS>
 __attribute__((noinline)) static void grouped_tile(RoundedRows x, const uint8_t* w, size_t panel_bytes, int groups,
                                                    Ahead ahead, float* c) {
-    constexpr size_t SCALES_AT = Weights::STEPS * STEP_BYTES;
     for (int j = 0; j < ROWS * PANELS * PANEL; j += LANES) store(c + j, vf{});
     for (int g = 0; g < groups; g++) {
-        vi total[ROWS][PANELS][2];
-        products_of_group<Weights>(x.words, x.starts, w, panel_bytes, ahead, g * Weights::STEPS, total);
-        float* sums = fresh(c);  // not kept in registers, which are few, and on the stack besides
+        vi sum[ROWS][PANELS][2];
+        products_of_group<Weights>(x, w, panel_bytes, ahead, g * Weights::STEPS, sum);
+        float* out = fresh(c);  // not kept in registers, which are few, and on the stack besides
 #pragma GCC unroll 8
         for (int column = 0; column < 2 * PANELS; column++) {
             int p = column / 2, half = column % 2;
-            vf scale = load_f32(reinterpret_cast<const bf16*>(w + p * panel_bytes + SCALES_AT) + half * LANES);
-#pragma GCC unroll 12
-            for (int r = 0; r < ROWS; r++) {
-                float* at = sums + (r * PANELS + p) * PANEL + half * LANES;
-                vf value = __builtin_convertvector(total[r][p][half], vf) * scale;
-                store(at, madd(value, splat(x.scales[r]), load<vf>(at)));
-            }
+            const uint8_t* scales = w + p * panel_bytes + Weights::STEPS * STEP_BYTES + half * LANES * sizeof(bf16);
+            add_group<Weights, ROWS>(x, scales, [&](int r) { return sum[r][p][half]; }, out + column * LANES, PANELS * PANEL);
         }
-        w += group_bytes<Weights>(), ahead.from += SCALE_BYTES * ahead.stride / STEP_BYTES;
-        x.words += Weights::STEPS * Weights::PARTS * ROWS, x.starts += ROWS, x.scales += ROWS;
+        w += group_bytes<Weights>(), ahead.from += scale_bytes<Weights>() * ahead.stride / STEP_BYTES;
+        x.words += Weights::STEPS * Weights::PARTS * ROWS, x.terms += ROWS, x.scales += ROWS;
     }
 }
 
@@ -107,6 +100,7 @@ static GroupedTile grouped_tile_of(int rows, int panels) {
 template <class Weights, class X, class Y>
 struct GroupedLinear {
     static constexpr int TILE_ROWS = Weights::TILE_ROWS, WORDS = Weights::STEPS * Weights::PARTS;
+    static constexpr int GROUP = Weights::GROUP;
 
     Shape shape;
     const uint8_t* weights;
@@ -126,17 +120,18 @@ struct GroupedLinear {
         for (int r = 0; r < rows; r++)
             for (int g = 0; g < groups(); g++) {
                 int64_t first = g * GROUP;
-                Rounding rounding = round_group(x + (row + r) * shape.k + first, int(std::min<int64_t>(GROUP, shape.k - first)),
-                                                bytes + r * row_bytes + first);
-                out[g * rows + r] = -Weights::OFFSET * rounding.sum;
+                Rounding rounding = round_group<GROUP, Weights::TURNED>(
+                    x + (row + r) * shape.k + first, int(std::min<int64_t>(GROUP, shape.k - first)),
+                    bytes + r * row_bytes + first);
+                out[g * rows + r] = Weights::term(rounding);
                 memcpy(out + (groups() + g) * rows + r, &rounding.scale, sizeof(float));
             }
         interleave<typename Weights::Expand>(reinterpret_cast<const uint8_t*>(bytes), row_bytes, rows,
-                                             groups() * GROUP_WORDS, out + 2 * groups() * rows);
+                                             groups() * GROUP / 4, out + 2 * groups() * rows);
     }
 
     RoundedRows rounded(const uint32_t* packed, int rows) const {
-        return {reinterpret_cast<const int32_t*>(packed), reinterpret_cast<const float*>(packed + groups() * rows),
+        return {packed, reinterpret_cast<const float*>(packed + groups() * rows),
                 packed + 2 * groups() * rows};
     }
 

@@ -1,13 +1,13 @@
 // Linear layers with 4-bit weights: see grouped.h.
 //
 // Knows how a step is multiplied: 8 k of PANEL columns. Byte b of a word holds k = b in its low half and k = 4 + b in its
-// high half, both as w + 8.
+// high half, as steps above the group's minimum.
 #include "grouped.h"
 #include "operations.h"
 
 namespace {
 
-// Sums are 16 bits wide where that is what the CPU multiplies bytes into: 8 pairs of products of 15 * 127 at most fit.
+// Sums of a group are 16 bits wide where that is what the CPU multiplies bytes into: 16 products of 15 * 127 at most fit.
 #if defined(__AVX2__)
 constexpr bool NARROW = !HAS_BYTE_DOT;
 #else
@@ -16,10 +16,17 @@ constexpr bool NARROW = false;
 
 struct Nibbles {
     using Expand = Whole;
-    static constexpr int PARTS = 2, STEPS = GROUP / 8, RUN = NARROW ? 4 : STEPS;
+    static constexpr int PARTS = 2, GROUP = 32, STEPS = GROUP / 8;
+    static constexpr bool TURNED = false, MINIMA = true;
     static constexpr int TILE_ROWS = REGISTERS == 32 ? 12 : 4;  // two sums a row, two weight vectors, broadcast, product, mask
-    static constexpr uint32_t OFFSET = 8;
 
+    static uint32_t term(Rounding rounding) {  // what the minimum is multiplied by
+        float share = rounding.scale * float(int32_t(rounding.sum));
+        uint32_t bits;
+        memcpy(&bits, &share, sizeof bits);
+        return bits;
+    }
+    static vi start(uint32_t) { return vi{}; }
     static vi weights(const uint8_t* p, int part) { return (vi)(load<vu>(p) >> (4 * part) & 0x0f0f0f0fu); }
     static vi spread(uint32_t x) { return (vi)(vu{} + x); }
     static vi widened(vi sum) { return NARROW ? dot_shorts((vs)sum, vs{} + 1) : sum; }

@@ -10,8 +10,12 @@ namespace {
 
 struct Bytes : std::conditional_t<HAS_BYTE_DOT, DotBytes, WidenedBytes> {
     using Expand = std::conditional_t<HAS_BYTE_DOT, Whole, ByteHalves>;
-    static constexpr int TILE_ROWS = MAX_ROWS, STEPS = GROUP / 4, RUN = STEPS;
-    static constexpr uint32_t OFFSET = 128;
+    static constexpr int TILE_ROWS = MAX_ROWS, GROUP = 64, STEPS = GROUP / 4;
+    static constexpr bool TURNED = true, MINIMA = false;
+
+    static uint32_t term(Rounding rounding) { return -128 * rounding.sum; }
+    static vi start(uint32_t term) { return (vi)(vu{} + term); }
+    static vi widened(vi sum) { return sum; }
 };
 
 }  // namespace

@@ -1,13 +1,11 @@
-// Activations rounded to 8 bits, one scale per row and GROUP inputs, once each group is turned so that its values are alike.
+// Activations rounded to 8 bits, one scale per row and group of inputs, which may be turned first so that its values are alike.
 //
 // Knows no layers. The turn is a Hadamard matrix, which weights have seen as well, so products keep their value: one large
-// input becomes GROUP of an eighth, and the step between whole numbers shrinks with the largest.
+// input becomes 64 of an eighth, and the step between whole numbers shrinks with the largest.
 #pragma once
 #include "vec.h"
 #include "workspace.h"
 
-constexpr int GROUP = 64, GROUP_WORDS = GROUP / 4, GROUP_VECS = GROUP / LANES;
-constexpr float ROOT = 8;           // of GROUP: the turn makes so much of a value that it is divided by again
 constexpr float NOTHING = 1e-30f;  // a group with no larger value counts as zeros
 
 typedef int8_t few_bytes __attribute__((vector_size(LANES)));
@@ -40,24 +38,25 @@ static inline vf with_neighbour(vf x, std::integer_sequence<int, I...>) {
     return madd(x, vf{(I & APART ? -1.0f : 1.0f)...}, __builtin_shufflevector(x, x, (I ^ APART)...));
 }
 
-template <int APART = 1>
-static inline void turn(vf (&x)[GROUP_VECS]) {
+template <int VECS, int APART = 1>
+static inline void turn(vf (&x)[VECS]) {
     if constexpr (APART < LANES) {
         for (vf& v : x) v = with_neighbour<APART>(v, std::make_integer_sequence<int, LANES>());
     } else {
-        constexpr int VECS = APART / LANES;
-        for (int i = 0; i < GROUP_VECS; i++)
-            if (!(i & VECS)) {
-                vf a = x[i], b = x[i + VECS];
-                x[i] = a + b, x[i + VECS] = a - b;
+        constexpr int OTHER = APART / LANES;
+        for (int i = 0; i < VECS; i++)
+            if (!(i & OTHER)) {
+                vf a = x[i], b = x[i + OTHER];
+                x[i] = a + b, x[i + OTHER] = a - b;
             }
     }
-    if constexpr (APART * 2 < GROUP) turn<APART * 2>(x);
+    if constexpr (APART * 2 < VECS * LANES) turn<VECS, APART * 2>(x);
 }
 
 // ---- rounding --------------------------------------------------------------------------------------------------------
 // The largest size, as the bits of a float: these are ordered like the sizes, and what is not finite comes last.
-static inline int32_t largest_bits(const vf (&x)[GROUP_VECS]) {
+template <int VECS>
+static inline int32_t largest_bits(const vf (&x)[VECS]) {
     vi most{};
     for (vf v : x) {
         vi size = (vi)((vu)v & 0x7fffffffu);
@@ -69,18 +68,21 @@ static inline int32_t largest_bits(const vf (&x)[GROUP_VECS]) {
 }
 
 // The first k_len <= GROUP values of x, zeros beyond -> GROUP bytes from -127 to 127.
-template <class X>
+template <int GROUP, bool TURNED, class X>
 static Rounding round_group(const X* x, int k_len, int8_t* out) {
-    vf values[GROUP_VECS];
-    for (int i = 0; i < GROUP_VECS; i++) values[i] = load_at(x, i * LANES, k_len);
-    turn(values);
+    constexpr int VECS = GROUP / LANES;
+    static_assert(!TURNED || GROUP == 64);
+    constexpr float ROOT = TURNED ? 8 : 1;  // of GROUP: the turn makes so much of a value that it is divided by again
+    vf values[VECS];
+    for (int i = 0; i < VECS; i++) values[i] = load_at(x, i * LANES, k_len);
+    if constexpr (TURNED) turn(values);
     int32_t bits = largest_bits(values);
     bool finite = bits < 0x7f800000;
     float top;
     memcpy(&top, &bits, sizeof top);
     float inverse = finite && top > NOTHING ? 127.0f / top : 0.0f;
     vu total{};
-    for (int i = 0; i < GROUP_VECS; i++) {
+    for (int i = 0; i < VECS; i++) {
         vu rounded = (vu)(values[i] * inverse + 12582912.0f) - 0x4b400000u;  // 1.5 * 2^23
         total += rounded;
         store_low_bytes(out + i * LANES, rounded);
