@@ -13,7 +13,11 @@ import pytest
 from convert.errors import ConvertError
 from convert.formats.gguf_header import read_header
 from convert.formats.gguf_parts import read_headers
+from convert.pipeline import convert
+from model.config import load_config
 from server.plan.source import open_model
+from tests.conftest import BASE_CONFIG, random_tensors
+from tests.convert_sources import write_gguf as whole_gguf
 
 
 def write_gguf(path: Path, **changes: Any) -> Path:
@@ -87,16 +91,15 @@ def test_what_is_not_gguf_is_refused_with_the_reason(tmp_path: Path, at: int, ra
         read_header(path)
 
 
-def test_parts_of_a_split_file_are_planned_together(tmp_path: Path) -> None:
-    whole = open_model(str(write_gguf(tmp_path / "whole.gguf"))).tensors
+def test_parts_of_a_split_file_are_read_together(tmp_path: Path) -> None:
     first = write_gguf(tmp_path / "m-00001-of-00002.gguf", **{"split.count": 2, "split.no": 0})
     with pytest.raises(ConvertError, match=r"part m-00002-of-00002\.gguf of the model is missing"):
-        open_model(str(first))
+        read_headers(first)
     second = write_gguf(tmp_path / "m-00002-of-00002.gguf", **{"split.count": 2, "split.no": 1})
     with pytest.raises(ConvertError, match=r"m-00002-of-00002\.gguf at byte \d+: .* appears twice"):
-        open_model(str(first))
+        read_headers(first)
     second.write_bytes(renamed_tensors(second.read_bytes()))
-    assert len(open_model(str(first)).tensors) == 2 * len(whole)
+    assert [len(header.tensors) for header in read_headers(first)] == [3, 3]
     lone = first.rename(tmp_path / "m.gguf")
     with pytest.raises(ConvertError, match="must keep their names"):
         read_headers(lone)
@@ -107,30 +110,33 @@ def renamed_tensors(raw: bytes) -> bytes:
     return raw.replace(b"token_embd.weight", b"other_embd.weight").replace(b"blk.0.", b"blk.1.")
 
 
-def test_a_plan_reads_its_config_from_the_header(tmp_path: Path) -> None:
-    config = open_model(str(write_gguf(tmp_path / "m.gguf"))).config
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 8)
-    assert (config.vocab_size, config.tie_word_embeddings, config.max_position_embeddings) == (40, True, 256)
-    keys = {
-        "llama.attention.head_count_kv": [4, 4],
-        "llama.attention.key_length": 16,
-        "llama.attention.sliding_window": 64,
-    }
-    config = open_model(str(write_gguf(tmp_path / "other.gguf", **keys))).config
-    assert (config.num_kv_heads, config.head_dim, config.windows) == (4, 16, (64, 64))
+def of_model(path: Path, **extra: Any) -> Path:
+    """A whole model of two layers."""
+    config = BASE_CONFIG | {"vocab_size": 40, "tie_word_embeddings": True}
+    return whole_gguf(
+        path, config, random_tensors(config), extra={f"llama.{key}": value for key, value in extra.items()}
+    )
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"llama.attention.head_count_kv": [4, 2]}, "one number from 1 up for all layers"),
-        ({"llama.block_count": None}, "metadata llama.block_count is 'None'"),
-        ({"llama.attention.head_count_kv": 3}, "not a multiple"),
-    ],
-)
-def test_a_header_that_describes_no_model_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConvertError, match=rf"m\.gguf: .*{words}"):
-        open_model(str(write_gguf(tmp_path / "m.gguf", **changes)))
+def test_a_plan_of_a_gguf_is_of_what_is_served(tmp_path: Path) -> None:
+    """Sizes, windows and scaling: a plan knows no GGUF of its own, it asks the converter."""
+    scaling = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+    path = of_model(tmp_path / "m.gguf", **scaling, **{"attention.sliding_window": 64})
+    planned = open_model(str(path))
+    convert(path, tmp_path / "out")
+    served = load_config(tmp_path / "out")
+    assert (planned.config, planned.serve_as) == (served, str(path))
+    assert planned.config.windows == (64, 64) and planned.config.longest_context == 512
+    written = {tensor.name: tensor.elements for tensor in open_model(str(tmp_path / "out")).tensors}
+    assert {tensor.name: tensor.elements for tensor in planned.tensors} == written
+
+
+def test_a_gguf_that_is_no_model_is_refused(tmp_path: Path, shared_data: Path) -> None:
+    with pytest.raises(ConvertError, match=r"m\.gguf: metadata llama\.attention\.layer_norm_rms_epsilon: missing"):
+        open_model(str(write_gguf(tmp_path / "m.gguf")))
+    vocabulary = shared_data / "tokenizers" / "ggml-vocab-gpt-2.gguf"
+    with pytest.raises(ConvertError, match="GGUF architecture 'gpt2' is not supported"):
+        open_model(str(vocabulary))
 
 
 def test_safetensors_folders_with_damage_are_refused(tmp_path: Path, tiny_model: Any) -> None:

@@ -1,16 +1,14 @@
-"""What GGUF's architecture names and size keys mean in Hugging Face terms: the one table, for converting and planning.
+"""What GGUF's architecture names and size keys mean in Hugging Face terms: the one table.
 
-Knows nothing of files and imports nothing heavy. An architecture that is not here is refused: a file does not say how
+Knows nothing of files. An architecture that is not here is refused: a file does not say how
 its channels are paired, so this table must.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from convert.rope_pairing import Pairing
+from convert.rope_pairing import Pairing
 
 
 @dataclass(frozen=True, slots=True)

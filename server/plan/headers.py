@@ -6,20 +6,14 @@ Knows nothing of configs or of what a tensor is for.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from convert.errors import ConvertError
-from convert.formats.gguf_header import TensorRow
-from model.kv_cost import DTYPE_BYTES
 from model.safetensors_header import INDEX, WeightsError, read_header
 from model.shard_index import read_index
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-GGML_FLOATS = {0: "float32", 1: "float16", 28: "float64", 30: "bfloat16"}
-GGML_QUANTISED = "float32"
-"""What the converter expands quantised blocks to unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +29,6 @@ class StoredTensor:
     def elements(self) -> int:
         """How many numbers it holds."""
         return math.prod(self.shape)
-
-
-def from_gguf(rows: Sequence[TensorRow]) -> tuple[StoredTensor, ...]:
-    """Tensors as they are after conversion: plain types stay, quantised blocks become GGML_QUANTISED."""
-    kinds = [GGML_FLOATS.get(row.type_code, GGML_QUANTISED) for row in rows]
-    return tuple(
-        StoredTensor(row.name, row.shape, kind, math.prod(row.shape) * DTYPE_BYTES[kind])
-        for row, kind in zip(rows, kinds, strict=True)
-    )
 
 
 def from_safetensors(folder: Path) -> tuple[StoredTensor, ...] | None:

@@ -15,10 +15,8 @@ from convert.canonical import is_huggingface, needs_conversion
 from convert.demo import demo_model_file
 from convert.errors import ConvertError
 from convert.formats.gguf_header import MAGIC
-from convert.formats.gguf_parts import read_headers
 from model.config import ConfigError, ModelConfig, load_config
-from server.plan.gguf_config import config_from_gguf
-from server.plan.headers import FLOATS, StoredTensor, from_gguf, from_safetensors
+from server.plan.headers import FLOATS, StoredTensor, from_safetensors
 from server.plan.shapes import tensors_of
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pth")
@@ -47,32 +45,30 @@ def open_model(model: str | None) -> PlannedModel:
         raise ConvertError("no such folder or file (plan reads no network: give a config.json that you have)", path)
     with path.open("rb") as file:
         start = file.read(len(MAGIC))
-    if start == MAGIC:
-        return _open_gguf(path, model or "")
-    if path.suffix == ".json":
+    if start != MAGIC and path.suffix == ".json":
         config = _read_config(path)
         return PlannedModel(
             path.parent.resolve().name, config, tensors_of(config), "the shapes that config.json implies"
         )
-    return _open_convertible(path)
+    return _open_convertible(path, model or "")
 
 
 def _open_folder(folder: Path) -> PlannedModel:
     if is_huggingface(folder) and needs_conversion(folder):
-        return _open_convertible(folder)
+        return _open_convertible(folder, str(folder))
     try:
         config = load_config(folder)
     except ConfigError:
         if (folder / "config.json").is_file() and not any(weights for kind in WEIGHTS for weights in folder.glob(kind)):
             raise
-        return _open_convertible(folder)
+        return _open_convertible(folder, str(folder))
     tensors = from_safetensors(folder)
     if tensors is None:
         return PlannedModel(folder.resolve().name, config, tensors_of(config), "the shapes that config.json implies")
     return PlannedModel(folder.resolve().name, config, tensors, "the headers of its safetensors", str(folder))
 
 
-def _open_convertible(path: Path) -> PlannedModel:
+def _open_convertible(path: Path, serve_as: str) -> PlannedModel:
     """What the converter would write, from the headers it would read; its readers are imported for nothing else."""
     from convert.detect import open_source
     from convert.plan import make_plan
@@ -83,21 +79,7 @@ def _open_convertible(path: Path) -> PlannedModel:
     dtype = Counter(tensor.dtype for tensor in tensors if len(tensor.shape) > 1).most_common(1)[0][0]
     config = ModelConfig.from_dict(source.values() | {"dtype": dtype, "torch_dtype": dtype})
     origin = f"the headers of a checkpoint of {source.format}, as the converter writes it"
-    return PlannedModel(path.stem, config, tensors, origin, str(path))
-
-
-def _open_gguf(path: Path, serve_as: str) -> PlannedModel:
-    headers = read_headers(path)
-    rows = [row for header in headers for row in header.tensors]
-    tensors = from_gguf(rows)
-    dtype = Counter(tensor.dtype for tensor in tensors if len(tensor.shape) > 1).most_common(1)[0][0]
-    try:
-        config = ModelConfig.from_dict(config_from_gguf(headers[0].metadata, rows, str(dtype)))
-    except (ConvertError, ConfigError) as error:
-        raise ConvertError(str(error), path) from None
-    return PlannedModel(
-        path.stem, config, tensors, f"the GGUF header, as {dtype} (as the converter writes them)", serve_as
-    )
+    return PlannedModel(path.stem, config, tensors, origin, serve_as)
 
 
 def _read_config(path: Path) -> ModelConfig:
