@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from convert.atomic import partial_of
 from convert.errors import ConvertError
-from convert.export import EXPORTS, export
+from convert.export import EXPORTS, FILES, export
 from convert.pipeline import convert as run_conversion
 from convert.recheck import verify_folder
 from convert.report import REPORT_FILE, table
@@ -70,14 +71,16 @@ def _size(text: str) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    if args.dst.exists():
-        raise ConvertError("exists already: name a new one", args.dst)
+    if os.path.lexists(args.dst):
+        kind = "file" if args.to in FILES else "folder"
+        raise ConvertError(f"exists already{' (a link)' * args.dst.is_symlink()}: name a new {kind}", args.dst)
     if args.to != "hf":
         return _export(args)
     bar = _Bar(sys.stderr.isatty())
     report = run_conversion(args.src, args.dst, DTYPES.get(args.dtype), bar, args.max_shard_size or SHARD_BYTES)
     if report is None:
-        raise ConvertError("was made by another process meanwhile", args.dst)
+        what = "another process made it meanwhile, of this checkpoint or of another"
+        raise ConvertError(f"{what}: its {REPORT_FILE} says which; or name a new folder", args.dst)
     if args.json:
         print(json.dumps(report, indent=2, ensure_ascii=False))
         return 0
@@ -151,10 +154,3 @@ class _Bar:
         elif self.terminal:
             end = "\n" if done == total else ""
             print(f"\r{what} {100 * done // total:3} %", end=end, file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    commands = {"convert": main_convert, "verify": main_verify}
-    if len(sys.argv) < 2 or sys.argv[1] not in commands:
-        sys.exit("usage: python -m convert convert SRC DST | verify DIR [--against SRC]")
-    sys.exit(commands[sys.argv[1]](sys.argv[2:]))

@@ -33,7 +33,8 @@ from convert.rope_pairing import to_adjacent
 from convert.source import Source
 from convert.verify import LogitComparison, compare
 
-EXPORTS = ("meta", "gguf", "llama2c")
+FILES = ("gguf", "llama2c")  # the others are folders
+EXPORTS = ("meta", *FILES)
 PROBE = 32
 
 
@@ -48,10 +49,10 @@ def export(
     targets = make_plan(source, dtype)
     write, rename, adjacent = _writer(source, to)
     renamed = [_renamed(source, target, rename, to, adjacent) for target in targets]
-    check_free_disk(destination, sum(target.nbytes for target in targets))
     temporary = partial_of(destination)
     with exclusive(destination, notice):
         _remove(temporary)
+        check_free_disk(destination, sum(target.nbytes for target in targets))
         try:
             write(temporary, source, renamed)
             if to == "meta" and not copy_tokenizer(source.path, temporary):

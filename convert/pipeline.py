@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from convert.atomic import atomic_folder, check_free_disk
+from convert.atomic import atomic_folder
 from convert.detect import open_source
 from convert.dtypes import TORCH_NAMES
 from convert.journal import Journal, plan_digest
@@ -46,17 +46,21 @@ def convert(
     """
     source = open_source(path)
     targets = make_plan(source, dtype)
-    check_free_disk(destination, sum(target.nbytes for target in targets))
-    with atomic_folder(destination, lambda text: progress(text, 0, 0)) as folder:
-        return None if folder is None else _fill(folder, source, targets, progress, shard_bytes)
+    nbytes = sum(target.nbytes for target in targets)
+    with atomic_folder(destination, nbytes, lambda text: progress(text, 0, 0)) as folder:
+        if folder is None:
+            return None
+        journal = Journal(folder, plan_digest(source, targets, shard_bytes, CONVERTER_VERSION))
+        if journal.found:
+            progress(journal.found, 0, 0)
+        with journal.told_when_interrupted():
+            return _fill(folder, source, targets, progress, journal, shard_bytes)
 
 
-def _fill(folder: Path, source: Source, targets: list[Target], progress: Progress, shard_bytes: int) -> dict[str, Any]:
+def _fill(
+    folder: Path, source: Source, targets: list[Target], progress: Progress, journal: Journal, shard_bytes: int
+) -> dict[str, Any]:
     seconds: dict[str, float] = {}
-    begun = any(folder.iterdir())
-    journal = Journal(folder, plan_digest(source, targets, CONVERTER_VERSION))
-    if begun:
-        progress(f"going on where an interrupted conversion stopped: {len(journal.shards)} files are finished", 0, 0)
     with _timed(seconds, "tokenizer and config"):
         for name, text in source.tokenizer_files().items():
             write_text(folder / name, text)

@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from server.command_end import guarded
+
 COMMANDS = {
     "serve": "serve a model over HTTP",
     "chat": "talk to a server",
@@ -38,10 +40,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 refused or failed (one line says why), 2 wrong usage."""
+    """Exit code: 0 done, 1 refused or failed (one line says why), 2 wrong usage, 130 ended by Ctrl-C."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
-        return run_command(given[0], given[1:])
+        return guarded(given[0], lambda: run_command(given[0], given[1:]))
     make_parser().parse_args(given)
     return 2
 

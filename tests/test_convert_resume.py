@@ -84,7 +84,7 @@ def test_kill_at_a_random_number_of_bytes(seed: int, gguf: Path, undisturbed: Pa
 
 def start_and_kill(source: Path, out: Path, threshold: int) -> None:
     """The proof after the last byte takes long enough that the kill always comes in time."""
-    command = [sys.executable, "-m", "convert", "convert", str(source), str(out), "--max-shard-size", "1MB"]
+    command = [sys.executable, "-m", "server", "convert", str(source), str(out), "--max-shard-size", "1MB"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None and written_bytes(partial_of(out)) <= threshold:
             pass

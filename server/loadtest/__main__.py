@@ -155,11 +155,8 @@ def main(argv: list[str]) -> int:
         result = perform(chosen)
         print(report.as_json(result) if str(chosen.json) == "-" else text(result), end="")
         write(chosen, result)
-    except (RefusedError, HttpError, ValueError, OSError) as error:
+    except (RefusedError, HttpError, ValueError) as error:
         print(f"ropeway bench: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("ropeway bench: interrupted", file=sys.stderr)
         return 1
     return verdict(result)
 

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         if arguments.plot:
             _plot(plan, arguments.plot)
         print(json.dumps(plan.to_json(), indent=2) if arguments.json else report(plan))
-    except (PlanError, ConvertError, ConfigError, OSError) as error:
+    except (PlanError, ConvertError, ConfigError) as error:
         print(f"ropeway plan: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,0 +1,46 @@
+"""How a command ends that was broken off, by Ctrl-C or by a file that fails: one line, no traceback.
+
+Knows no command: what each refuses in its own words, it refuses itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import signal
+import sys
+from collections.abc import Callable
+
+INTERRUPTED = 130  # what shells expect of a process that Ctrl-C ended
+ADVICE = {
+    errno.ENOSPC: "free some space or name a place on another disk",
+    errno.EROFS: "name another place",
+    errno.EACCES: "check its permissions",
+    errno.EPERM: "check its permissions",
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "a part of this path is a file",
+    errno.ENOENT: "check the path",
+    errno.EMFILE: "raise the limit with `ulimit -n`",
+}
+
+
+def guarded(command: str, run: Callable[[], int]) -> int:
+    """What `run` returns; 1 for an OSError that it lets through, 130 for Ctrl-C, each with its line on stderr."""
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt as stop:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # threads are waited for: a second one would print a traceback
+        begin = "\n" if sys.stderr.isatty() else ""  # the terminal has echoed ^C
+        print(f"{begin}ropeway {command}: {': '.join(['interrupted', *map(str, stop.args)])}", file=sys.stderr)
+        return INTERRUPTED
+    except OSError as error:
+        print(f"ropeway {command}: {line_of(error)}", file=sys.stderr)
+        return 1
+
+
+def line_of(error: OSError) -> str:
+    """PATH: what the system said: what to do."""
+    where = error.filename2 if error.filename is None else error.filename
+    parts = [where, error.strerror or str(error), ADVICE.get(error.errno or 0)]
+    return ": ".join(str(part) for part in parts if part is not None)
