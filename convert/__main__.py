@@ -8,19 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from convert.atomic import partial_of
 from convert.errors import ConvertError
 from convert.export import EXPORTS, FILES, export
 from convert.pipeline import convert as run_conversion
 from convert.recheck import verify_folder
 from convert.report import REPORT_FILE, table
 from convert.write import SHARD_BYTES
+from model.sizes import parse_size
 
 SHOWN = 10  # problems of a folder; more of them say nothing new on a screen
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -30,10 +29,10 @@ def main_convert(argv: Sequence[str]) -> int:
     """ropeway convert SRC DST."""
     parser = argparse.ArgumentParser("ropeway convert", description="Convert a checkpoint and prove the result.")
     parser.add_argument(
-        "src", type=Path, metavar="SRC", help="a checkpoint in any format that is known, recognised by content"
+        "src", type=_path, metavar="SRC", help="a checkpoint in any format that is known, recognised by content"
     )
     dst_help = "the folder (or file, for gguf and llama2c) to make; it must not exist"
-    parser.add_argument("dst", type=Path, metavar="DST", help=dst_help)
+    parser.add_argument("dst", type=_path, metavar="DST", help=dst_help)
     dtype_help = "auto: as stored, quantised types to float32; a narrower type is proven by mean KL (at most 0.02 nats)"
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help=dtype_help)
     parser.add_argument("--to", choices=["hf", *EXPORTS], default="hf", help="hf (default): the folder that is served")
@@ -43,15 +42,14 @@ def main_convert(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.to != "hf" and args.max_shard_size:
         parser.error(f"--max-shard-size goes with --to hf: --to {args.to} writes one file of tensors")
-    stays = f": what is finished stays in {partial_of(args.dst)}, the same command goes on from there"
-    return _one_line_errors(parser.prog, lambda: _convert(args), stays if args.to == "hf" else "")
+    return _one_line_errors(parser.prog, lambda: _convert(args))
 
 
 def main_verify(argv: Sequence[str]) -> int:
     """ropeway verify DIR [--against SRC | --quantization int8]."""
     parser = argparse.ArgumentParser("ropeway verify", description="Check a converted folder again.")
-    parser.add_argument("dir", type=Path, metavar="DIR", help="a folder that `ropeway convert` made")
-    parser.add_argument("--against", type=Path, metavar="SRC", help="the checkpoint it was made from")
+    parser.add_argument("dir", type=_path, metavar="DIR", help="a folder that `ropeway convert` made")
+    parser.add_argument("--against", type=_path, metavar="SRC", help="the checkpoint it was made from")
     quality_help = "what these weights cost instead: perplexity and KL against bf16, beside GGUF's q8_0 (CPU)"
     parser.add_argument("--quantization", choices=["int8", "int4", "fp8"], help=quality_help)
     parser.add_argument("--json", action="store_true", help="print the proof as JSON")
@@ -62,12 +60,18 @@ def main_verify(argv: Sequence[str]) -> int:
 
 
 def _size(text: str) -> int:
-    """Bytes of 5GB and 200MB (powers of ten, as Hugging Face names shards), of 5GiB and 200MiB, or a plain number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(?:([KMGT]?)(I?)B)?", text.strip().upper())
-    size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size from 1 byte up, such as 5GB, 200MiB or 1000000")
-    return size
+    """argparse keeps the words of an ArgumentTypeError and drops those of a ValueError."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _path(text: str) -> Path:
+    """Path("") would be the current folder, which nobody means who passes an unset variable."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is not a path")
+    return Path(text)
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -128,18 +132,12 @@ def _quality(args: argparse.Namespace) -> int:
     return 0
 
 
-def _one_line_errors(name: str, command: Callable[[], int], interrupted: str = "") -> int:
+def _one_line_errors(name: str, command: Callable[[], int]) -> int:
     try:
         return command()
     except ConvertError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
-    except OSError as error:
-        print(f"{name}: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted{interrupted}", file=sys.stderr)
-        return 130
 
 
 class _Bar:

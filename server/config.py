@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from model.kv_cost import DTYPE_ALIASES, DTYPE_BYTES
+from model.sizes import parse_size
 from server.engine.messages import EngineConfig
-from server.sizes import parse_size
 
 
 def parse_flag(text: str) -> bool:

@@ -289,9 +289,17 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--to", "gguf", "--max-shard-size", "1GB"], "--max-shard-size goes with --to hf"),
         (["--max-shard-size", "0"], "'0' is not a size from 1 byte up"),
         (["--max-shard-size", "5EB"], "'5EB' is not a size from 1 byte up"),
+        (["--max-shard-size", "5"], "'5' would be 5 bytes: add a unit, as in 5GiB"),
     ],
 )
 def test_wrong_usage(words: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main_convert([str(tmp_path), str(tmp_path / "out"), *words])
     assert stop.value.code == 2 and reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("paths", [["", "out"], ["model.gguf", ""]])
+def test_an_empty_path_is_not_the_current_folder(paths: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main_convert(paths)
+    assert "'' is not a path" in capsys.readouterr().err

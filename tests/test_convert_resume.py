@@ -209,26 +209,3 @@ def test_a_cache_that_cannot_be_made_is_one_line(gguf: Path, tmp_path: Path) -> 
 def test_cache_key_is_the_contents(gguf: Path, tmp_path: Path) -> None:
     copy = shutil.copy(gguf, tmp_path / "model.gguf")
     assert cache_key(Path(copy)) == cache_key(gguf)
-
-
-CONVERT = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-from convert.__main__ import main_convert
-sys.exit(main_convert(sys.argv[1:]))
-"""
-
-
-@pytest.mark.parametrize("to", ["hf", "gguf"])
-def test_ctrl_c_is_one_line(to: str, gguf: Path, tmp_path: Path) -> None:
-    """Pressed while it waits for a lock, which is where a test can be sure that it is."""
-    out = tmp_path / "out"
-    command = [sys.executable, "-c", CONVERT, str(gguf), str(out), "--to", to]
-    with exclusive(out, print):
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert process.stderr is not None and "waiting" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        _, line = process.communicate(timeout=60)
-    goes_on = f": what is finished stays in {tmp_path / '.out.partial'}, the same command goes on from there"
-    assert line == f"ropeway convert: interrupted{goes_on if to == 'hf' else ''}\n"
-    assert process.returncode == 130

@@ -164,7 +164,8 @@ def test_a_refusal_is_one_line_and_exit_code_1(tmp_path: Path, arguments: list[s
     [
         (["--page-size", "0"], "'0' is not a whole number from 1 up"),
         (["--memory", "lots"], "'lots' is not a size"),
-        (["--memory", "0"], "must be more than nothing"),
+        (["--memory", "10"], "'10' would be 10 bytes: add a unit, as in 10GiB"),
+        (["--memory", "0"], "'0' is not a size from 1 byte up"),
         (["--lengths", "800"], "'800' is not P50,P95"),
         (["--lengths", "800,400"], "must not be below the median"),
         (["--kv-dtype", "q4"], "'q4' is not one of auto, float32"),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from model.sizes import parse_size
 from server.config import ServeConfig, add_options, env_name, flag_name, markdown_table, read_config
 from server.engine.messages import EngineConfig
-from server.sizes import parse_size
 
 
 def read(*flags: str, **environment: str) -> ServeConfig:
@@ -46,7 +46,15 @@ def test_switches() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("2GiB", 2 * 1024**3), ("512MiB", 512 * 1024**2), ("1.5gb", 1_500_000_000), ("1000", 1000), (" 4 k ", 4000)],
+    [
+        ("2GiB", 2 * 1024**3),
+        ("512MiB", 512 * 1024**2),
+        ("1.5gb", 1_500_000_000),
+        ("1000", 1000),
+        (" 4 k ", 4000),
+        ("2TB", 2 * 1000**4),
+        ("10B", 10),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
@@ -63,6 +71,8 @@ def test_sizes(text: str, size: int) -> None:
         (["--device", "tpu"], {}, "--device tpu: not one of auto, cpu, cuda"),
         (["--kv-cache-memory", "2 apples"], {}, "'2 apples' is not a size"),
         (["--kv-cache-memory", "GiB"], {}, "is not a size"),
+        (["--kv-cache-memory", "2"], {}, "'2' would be 2 bytes: add a unit, as in 2GiB"),
+        (["--kv-cache-memory=-5MiB"], {}, "'-5MiB' is not a size from 1 byte up"),
         (["--drain-timeout", "nan"], {}, "--drain-timeout nan: must be at least 0"),
         (["--batch-invariant", "maybe"], {}, "--batch-invariant: 'maybe' is not one of"),
         (

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from model.kv_cost import DTYPE_ALIASES, DTYPE_BYTES
+from model.sizes import parse_size
 from server.plan.lengths import Lengths
-from server.sizes import parse_size
 
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "float16")
 PICTURES = (".png", ".svg", ".pdf")
@@ -29,10 +29,7 @@ def positive(text: str) -> int:
 
 def size_or_auto(text: str) -> int | None:
     """None for auto."""
-    size = None if text == "auto" else parse_size(text)
-    if size == 0:
-        raise ValueError(f"{text!r}: must be more than nothing")
-    return size
+    return None if text == "auto" else parse_size(text)
 
 
 def weight_dtype(text: str) -> str:
