@@ -81,7 +81,8 @@ def test_ctrl_c_while_a_server_does_not_answer() -> None:
             asking.append(listener.accept()[0])
             return True
 
-        assert interrupt(["bench", url, "--quiet"], has_asked) == "ropeway bench: interrupted"
+        line = interrupt(["bench", url, "--quiet"], has_asked)
+        assert line == "ropeway bench: interrupted: no report is made; --requests FILE keeps what had ended"
         asking.pop().close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from server.loadtest.__main__ import main
 from server.loadtest.kv import parse_metrics
+from server.loadtest.options import parser
 
 SHORT = ["--num-requests", "6", "--output-len", "6", "--quiet", "--max-lag", "10s"]
 
@@ -142,6 +144,12 @@ def test_failures_fail_the_command_and_are_shown(mock: str, capsys: pytest.Captu
         (["http://h", "--turns", "2", "--api", "completions"], "--api chat"),
         (["http://h", "--json", "/no/such/folder/x.json"], "no folder"),
         (["http://h", "--duration", "1s", "--num-requests", "5"], "either"),
+        (["http://h", "--timeout", "0s"], "argument --timeout: duration '0s': must be above 0"),
+        (["http://h", "--output-len", "0"], "argument --output-len: length '0': expected a whole number from 1 up"),
+        (["http://h", "--extra-body", "{"], "argument --extra-body: '{': not JSON (Expecting property name"),
+        (["http://h", "--prompts", "/nope"], "--prompts (neither words nor ids): no file /nope"),
+        (["http://h", "--trace", "/nope"], "--trace: no file /nope"),
+        (["http://h", "--save-trace", "/no/such/folder/x", "--rate", "1"], "no folder /no/such/folder"),
     ],
 )
 def test_wrong_usage_is_2_and_says_what(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,3 +185,30 @@ ropeway_kv_pool_bytes{kind="allocated",engine="0"} 1048576
     assert values["vllm:num_preemptions_total"] == 7
     assert (values["block_size"], values["num_gpu_blocks"]) == (16, 100)
     assert values["ropeway_kv_pool_bytes[allocated]"] == 1048576
+
+
+def test_plots_without_matplotlib_are_refused_before_the_run(
+    mock: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.loadtest.__main__.find_spec", lambda name: None)
+    assert main([mock, *SHORT, "--plots", str(tmp_path / "p")]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err == "ropeway bench: --plots needs matplotlib: pip install 'ropeway[plot]'\n"
+
+
+def test_help_says_every_default_and_what_every_value_is() -> None:
+    for action in parser()._actions:
+        has_default = action.default not in (None, False, "", argparse.SUPPRESS) and action.default != {}
+        assert not has_default or "default" in str(action.help), action.option_strings
+        assert action.nargs == 0 or not action.option_strings or action.metavar or action.choices, action.option_strings
+
+
+def test_a_run_shorter_than_the_readings_does_not_claim_an_idle_pool(
+    mock: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    assert main([mock, "--concurrency", "2", *SHORT, "--json", str(out), "--html", str(page)]) == 0
+    assert "pool use not sampled, the run was shorter than a second" in capsys.readouterr().out
+    kv = json.loads(out.read_text())["runs"][0]["kv"]
+    assert (kv["usage_mean"], kv["usage_peak"]) == (None, None) and kv["points"]
+    assert "goodput/s" not in page.read_text().split("Definitions")[0], "a column without an objective"

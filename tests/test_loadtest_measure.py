@@ -118,11 +118,21 @@ def test_memory_does_not_grow_with_the_length_of_a_run(monkeypatch: pytest.Monke
     assert len(timeline.buckets) <= MOST
 
 
+def test_the_end_of_a_timeline_is_no_collapse() -> None:
+    """A hundred tokens a second to the end, wherever in a bucket the run ends."""
+    for tokens in (30, 51, 60, 74, 76, 110, 790):
+        timeline = Timeline(0.0)
+        timeline.add(request(-0.1, 0.01, tokens))
+        assert timeline.rows()[-1]["tokens_per_second"] == pytest.approx(100, rel=0.05), tokens
+
+
 def test_a_timeline_keeps_every_token() -> None:
     timeline = Timeline(0.0)
     for index in range(2000):
         timeline.add(request(index * 1.0, 0.1, 5))
     rows = timeline.rows()
     assert len(rows) <= MOST
-    assert sum((row["tokens_per_second"] or 0) * timeline.step for row in rows) == pytest.approx(10_000)
+    edges = [row["at"] or 0.0 for row in rows] + [timeline.end]
+    rates = [row["tokens_per_second"] or 0.0 for row in rows]
+    assert np.dot(rates, np.diff(edges)) == pytest.approx(10_000)
     assert sum(row["ok"] or 0 for row in rows) == 2000

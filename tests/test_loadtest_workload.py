@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from itertools import islice
 from math import inf
@@ -11,7 +12,9 @@ from random import Random
 import numpy as np
 import pytest
 
+from server.loadtest.api import Api, calibrated
 from server.loadtest.arrivals import Arrivals, parse_shape
+from server.loadtest.http import HttpClient
 from server.loadtest.lengths import parse_length
 from server.loadtest.options import parse_rates, parse_shared
 from server.loadtest.workload import (
@@ -167,3 +170,18 @@ def test_a_bad_trace_line_is_named(tmp_path: Path, line: str) -> None:
     path.write_text(line)
     with pytest.raises(ValueError, match=r"trace\.jsonl:1"):
         list(read_trace(path, Filler("words"), "s", 1.0))
+
+
+class Characters(HttpClient):
+    """A server of the smallest vocabulary: a token for every character, and three around them."""
+
+    async def fetch(self, method: str, target: str, body: bytes = b"", seconds: float = 60.0) -> tuple[int, bytes]:
+        return 200, json.dumps({"usage": {"prompt_tokens": 3 + len(json.loads(body)["prompt"])}}).encode()
+
+
+@pytest.mark.parametrize("tokens", [32, 128, 400])
+def test_prompts_are_as_long_as_asked_where_words_cost_unlike_numbers_of_tokens(tokens: int) -> None:
+    client = Characters("http://127.0.0.1:1", lambda: 0.0)
+    filler = asyncio.run(calibrated(client, Api("completions", "m", False)))
+    lengths = [3 + len(filler.fill(Random(seed), tokens)) for seed in range(200)]
+    assert sum(lengths) / len(lengths) == pytest.approx(tokens, rel=0.1)

@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -93,7 +94,7 @@ def text(result: Result, markdown: bool = False) -> str:
 
 
 def write(chosen: Namespace, result: Result) -> None:
-    """The files that were asked for. Raises OSError, and RefusedError without matplotlib."""
+    """The files that were asked for. Raises OSError."""
     outputs: list[tuple[Path | None, Callable[[], str]]] = [
         (chosen.json, lambda: report.as_json(result)),
         (chosen.markdown, lambda: text(result, markdown=True)),
@@ -105,15 +106,9 @@ def write(chosen: Namespace, result: Result) -> None:
     if chosen.csv:
         report.write_csv(chosen.csv, result["runs"])
     if chosen.plots:
-        draw_plots(chosen.plots, result)
-
-
-def draw_plots(folder: Path, result: Result) -> None:
-    try:
         from server.loadtest import plots
-    except ImportError as error:
-        raise RefusedError(f"--plots needs matplotlib ({error}): pip install 'ropeway[plot]'") from None
-    plots.draw(folder, result)
+
+        plots.draw(chosen.plots, result)
 
 
 def verdict(result: Result) -> int:
@@ -152,12 +147,17 @@ def main(argv: list[str]) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     try:
+        if chosen.plots and find_spec("matplotlib") is None:
+            raise RefusedError("--plots needs matplotlib: pip install 'ropeway[plot]'")
         result = perform(chosen)
         print(report.as_json(result) if str(chosen.json) == "-" else text(result), end="")
         write(chosen, result)
     except (RefusedError, HttpError, ValueError) as error:
         print(f"ropeway bench: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        kept = f"what had ended is in {chosen.requests}" if chosen.requests else "--requests FILE keeps what had ended"
+        raise KeyboardInterrupt(f"no report is made; {kept}") from None
     return verdict(result)
 
 

@@ -17,6 +17,7 @@ from server.loadtest.workload import Filler, Prompt, Turn
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 Message = dict[str, str]
+SAMPLED = 60  # words: few enough for twice as many to fit a context of 512 tokens
 
 
 class RefusedError(Exception):
@@ -75,13 +76,16 @@ async def tokens_of(client: HttpClient, api: Api, prompt: Prompt) -> int | None:
 
 
 async def calibrated(client: HttpClient, api: Api) -> Filler:
-    """How many tokens a word costs on this server, from two prompts of 20 and 120 words."""
-    few = await tokens_of(client, api, " ".join(WORDS[:20]))
-    many = await tokens_of(client, api, " ".join(WORDS[20:140]))
-    if few is None or many is None or many <= few:
+    """How many tokens a word costs on this server, and a prompt beside its words: from the same words once and twice.
+
+    They stand for all of WORDS, since a small vocabulary cuts long words into more tokens than short ones.
+    """
+    words = [WORDS[index * len(WORDS) // SAMPLED] for index in range(SAMPLED)]
+    once = await tokens_of(client, api, " ".join(words))
+    twice = await tokens_of(client, api, " ".join(words * 2))
+    if once is None or twice is None or twice <= once:
         return Filler("words")
-    per_word = (many - few) / 100
-    return Filler("words", per_word, few - 20 * per_word)
+    return Filler("words", (twice - once) / SAMPLED, 2 * once - twice)
 
 
 async def settled(client: HttpClient, api: Api) -> Api:

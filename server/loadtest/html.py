@@ -106,15 +106,16 @@ def html_table(rows: list[list[str]]) -> str:
 
 
 def overview(runs: list[Run]) -> str:
+    slo = any(run["slo"] for run in runs)
     heads = "run|loop|ok / sent|req/s|out tok/s|in tok/s|TTFT p50|TTFT p99|TPOT p50|TPOT p99|ITL p99|E2E p99"
-    rows = [[*heads.split("|"), "goodput/s", "attained"]]
+    rows = [heads.split("|") + ["goodput/s", "attained"] * slo]
     for run in runs:
         rates, latency = run["rates"], run["latency"]
         cells = [title(run), run["load"]["kind"], f"{run['requests']['ok']} / {run['requests']['sent']}"]
         cells += [number(rates[name]) for name in ("request_rate", "output_rate", "input_rate")]
         cells += [milliseconds(latency[name][level]) for name in ("ttft", "tpot") for level in ("p50", "p99")]
         cells += [milliseconds(latency["itl"]["p99"]), milliseconds(latency["e2e"]["p99"])]
-        rows.append([*cells, number(rates.get("goodput")), percent(rates.get("attainment"))])
+        rows.append(cells + [number(rates.get("goodput")), percent(rates.get("attainment"))] * slo)
     return html_table(rows) + "<p class=soft>latencies in milliseconds, successes only, from sent</p>"
 
 

@@ -95,10 +95,14 @@ class KvWatch:
         return own
 
     def summary(self, output_rate: float, requests: int, origin: float) -> dict[str, Any] | None:
-        """Usage as a share of the pool, counts over the run, bytes; None where the server has no such metrics."""
+        """Usage as a share of the pool, counts over the run, bytes; None where the server has no such metrics.
+
+        Usage is None too where the run ended before a reading fell into it.
+        """
         if not self.points:
             return None
-        usages = [point["usage"] for point in self.points if "usage" in point]
+        within = self.points[-1]["at"] - self.points[0]["at"] >= self.step
+        usages = [point["usage"] for point in self.points if within and "usage" in point]
         running = [point["running"] for point in self.points if point.get("running")]
         mean = sum(usages) / len(usages) if usages else None
         pool, deltas, held = self.pool_bytes(), self._deltas(), self._delta(BYTE_SECONDS)

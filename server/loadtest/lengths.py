@@ -15,6 +15,8 @@ FORMS = "N, uniform:LOW,HIGH, normal:MEAN,DEVIATION or lognormal:MEDIAN,SIGMA; e
 def parse_length(text: str) -> Length:
     """`128`, `uniform:64,256`, `normal:512,128`, `lognormal:200,1.1,4096` (the last number, where given, is a cap)."""
     name, _, rest = text.partition(":")
+    if not rest and name.strip().lstrip("-").isdigit() and int(name) < 1:
+        raise ValueError(f"length {text!r}: expected a whole number from 1 up")
     try:
         numbers = [float(number) for number in (rest or name).split(",")]
         draw = _draw(name if rest else "fixed", numbers)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from server.loadtest.arrivals import Arrivals, parse_shape
+from server.loadtest.contradictions import contradictions, unreadable, unwritable
 from server.loadtest.lengths import FORMS, parse_length
 from server.loadtest.slo import MLPERF, parse_duration, parse_slo
 from server.loadtest.workload import SharedPrefix
@@ -84,8 +85,19 @@ def parse_named(text: str) -> tuple[str, str]:
     return name, url
 
 
+def lasting(text: str) -> float:
+    """A duration in which something can happen."""
+    seconds = parse_duration(text)
+    if not seconds:
+        raise ValueError(f"duration {text!r}: must be above 0")
+    return seconds
+
+
 def parse_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: not JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{text!r}: expected a JSON object")
     return value
@@ -119,7 +131,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="poisson (default), constant or gamma:SHAPE (below 1 burstier, above 1 smoother)",
     )
     add("--trace", type=Path, metavar="FILE", help="replay a trace: own JSONL or Mooncake's")
-    add("--speedup", type=float, default=1.0, help="play a trace this many times as fast")
+    add("--speedup", type=float, default=1.0, metavar="X", help="play a trace this many times as fast (default 1)")
     add("--find-capacity", action="store_true", help="the highest rate that still attains --slo")
     add("--sweep", action="store_true", help="one user, then many, then rates between the two throughputs")
     add("--compare", nargs="+", type=checked(parse_named), metavar="NAME=URL", help="interleave runs against each")
@@ -127,14 +139,27 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     add(
         "--most-users", type=checked(positive), default=32, metavar="N", help="users at the top of --sweep (default 32)"
     )
-    add("--num-requests", type=checked(positive), metavar="N", help="requests (conversations) in a run")
-    add("--duration", type=checked(parse_duration), metavar="TIME", help="length of a run, e.g. 30s")
+    add(
+        "--num-requests",
+        type=checked(positive),
+        metavar="N",
+        help="in a run (default 4 a user, 20 at least)",
+    )
+    add(
+        "--duration", type=checked(lasting), metavar="TIME", help="length of a run, e.g. 30s (default with --rate: 30s)"
+    )
     add("--warmup", type=int, default=1, metavar="N", help="unmeasured requests before each run (default 1)")
-    add("--timeout", type=checked(parse_duration), default=600.0, metavar="TIME", help="of one request (default 10m)")
-    add("--max-in-flight", type=checked(positive), default=4096, help="open loop: streams at once (default 4096)")
+    add("--timeout", type=checked(lasting), default=600.0, metavar="TIME", help="of one request (default 10m)")
+    add(
+        "--max-in-flight",
+        type=checked(positive),
+        default=4096,
+        metavar="N",
+        help="open loop: streams at once (default 4096)",
+    )
     add(
         "--max-lag",
-        type=checked(parse_duration),
+        type=checked(lasting),
         default=0.010,
         metavar="TIME",
         help="p99 lag of this client above which a run is flagged (default 10ms)",
@@ -143,36 +168,48 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 def _add_work(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--model", help="default: the first of /v1/models")
+    add("--model", metavar="NAME", help="default: the first of /v1/models")
     add("--api", choices=("completions", "chat"), help="endpoint (default completions; chat for several turns)")
-    add("--api-key", help="sent as a bearer token")
+    add("--api-key", metavar="KEY", help="sent as a bearer token")
     add("--prompts", default="words", metavar="SOURCE", help="words (default), ids, or a file: text or .jsonl")
-    add("--token-ids", type=checked(_id_range), default=(1000, 30000), metavar="LOW:HIGH", help="for --prompts ids")
+    add(
+        "--token-ids",
+        type=checked(_id_range),
+        default=(1000, 30000),
+        metavar="LOW:HIGH",
+        help="for --prompts ids (default 1000:30000)",
+    )
     add(
         "--input-len",
         type=checked(parse_length),
         default=parse_length("128"),
         metavar="LENGTH",
-        help=f"tokens: {FORMS}",
+        help=f"tokens (default 128): {FORMS}",
     )
     add(
         "--output-len",
         type=checked(parse_length),
         default=parse_length("64"),
         metavar="LENGTH",
-        help="tokens, same forms",
+        help="tokens (default 64), same forms",
     )
     add("--shared-prefix", type=checked(parse_shared), metavar="groups=G,len=N", help="prefixes shared by requests")
-    add("--turns", type=checked(positive), default=1, metavar="N", help="turns of a conversation")
-    add("--think", type=checked(parse_duration), default=0.0, metavar="TIME", help="pause before each later turn")
+    add("--turns", type=checked(positive), default=1, metavar="N", help="turns of a conversation (default 1)")
+    add(
+        "--think",
+        type=checked(parse_duration),
+        default=0.0,
+        metavar="TIME",
+        help="pause before each later turn (default 0)",
+    )
     add(
         "--cache",
         choices=("cold", "warm", "as-is"),
         default="cold",
-        help="prefix cache: cold = prompts never sent before, warm = a pool of prompts sent before the run",
+        help="prefix cache: cold (default) = prompts never sent before, warm = a pool of prompts sent before the run",
     )
     add("--distinct", type=checked(positive), default=16, metavar="N", help="prompts of a warm cache (default 16)")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, metavar="N", help="of everything random (default 0)")
     add("--nonce", default="", metavar="WORD", help="of an earlier cold run, to send its prompts again")
     add("--stop-early", action="store_true", help="let the model end before --output-len (no ignore_eos)")
     add("--extra-body", type=checked(parse_object), default={}, metavar="JSON", help="merged into every request")
@@ -193,13 +230,23 @@ def _add_judgement(group: argparse._ArgumentGroup) -> None:
         metavar="ttft=200ms,tpot=50ms",
         help=f"also e2e=, or mlperf:{'|'.join(MLPERF)}",
     )
-    add("--attain", type=float, default=0.95, help="share of requests that must meet the SLO (default 0.95)")
-    add("--start-rate", type=float, default=1.0, help="where --find-capacity begins, requests per second")
-    add("--probe", type=checked(parse_duration), default=15.0, metavar="TIME", help="shortest probe of --find-capacity")
-    add("--discard-disturbed", action="store_true", help="take a run again if others used over 5 %% of the CPU")
     add(
-        "--budget", type=checked(parse_duration), default=600.0, metavar="TIME", help="of --find-capacity (default 10m)"
+        "--attain",
+        type=float,
+        default=0.95,
+        metavar="SHARE",
+        help="share of requests that must meet the SLO (default 0.95)",
     )
+    add("--start-rate", type=float, default=1.0, metavar="R", help="where --find-capacity begins (default 1 a second)")
+    add(
+        "--probe",
+        type=checked(lasting),
+        default=15.0,
+        metavar="TIME",
+        help="shortest probe of --find-capacity (default 15s)",
+    )
+    add("--discard-disturbed", action="store_true", help="take a run again if others used over 5 %% of the CPU")
+    add("--budget", type=checked(lasting), default=600.0, metavar="TIME", help="of --find-capacity (default 10m)")
     add("--kv-bytes-per-token", type=float, metavar="N", help="for servers whose /metrics has blocks but not bytes")
 
 
@@ -223,49 +270,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The options, with combinations that make no sense refused."""
     made = parser()
     options = made.parse_args(argv)
-    for wrong, message in _contradictions(options) + _unwritable(options):
+    for wrong, message in contradictions(options) + unreadable(options) + unwritable(options):
         if wrong:
             made.error(message)
     options.concurrency = options.concurrency or ([] if options.rate or options.trace else [1, 8])
     options.api = options.api or ("chat" if options.turns > 1 else "completions")
     return options
-
-
-def _contradictions(options: argparse.Namespace) -> list[tuple[bool, str]]:
-    modes = [bool(options.trace), options.find_capacity, options.sweep, bool(options.concurrency or options.rate)]
-    names = [name for name, _ in options.compare or []]
-    return [
-        (not options.url and not options.compare, "name a server: ropeway bench URL (or --compare NAME=URL ...)"),
-        (bool(options.url and options.compare), "give either URL or --compare NAME=URL ..., not both"),
-        (len(set(names)) < len(names), "--compare: each server needs a name of its own"),
-        (options.compare is not None and len(names) < 2, "--compare needs at least two servers"),
-        (
-            options.compare is not None and (options.find_capacity or options.sweep),
-            "--compare works on --concurrency, --rate or --trace",
-        ),
-        (sum(modes) > 1, "choose one of --trace, --find-capacity, --sweep, or points (--concurrency, --rate)"),
-        (options.find_capacity and not options.slo, "--find-capacity needs --slo, e.g. --slo ttft=500ms,tpot=50ms"),
-        (
-            options.num_requests is not None and options.duration is not None and not options.rate,
-            "give either --num-requests or --duration",
-        ),
-        (options.duration == 0, "--duration must be above 0"),
-        (
-            options.prompts == "ids" and (options.api == "chat" or options.turns > 1),
-            "--prompts ids needs --api completions",
-        ),
-        (options.turns > 1 and options.api == "completions", "several turns need --api chat"),
-        (
-            options.cache == "warm" and (options.trace or options.turns > 1),
-            "--cache warm needs single-turn synthetic prompts",
-        ),
-        (not 0 < options.attain < 1, "--attain must lie between 0 and 1"),
-        (options.speedup <= 0 or options.start_rate <= 0, "--speedup and --start-rate must be above 0"),
-        (options.save_trace is not None and len(options.rate or []) != 1, "--save-trace records a run at one --rate"),
-    ]
-
-
-def _unwritable(options: argparse.Namespace) -> list[tuple[bool, str]]:
-    """Found out now rather than after the run."""
-    paths = [path for path in (options.json, options.csv, options.markdown, options.html, options.requests) if path]
-    return [(not path.parent.is_dir(), f"cannot write {path}: there is no folder {path.parent}") for path in paths]

@@ -152,8 +152,11 @@ def cache_note(cache: dict[str, Any]) -> str:
 def kv_notes(kv: dict[str, Any] | None) -> list[str]:
     if kv is None:
         return ["KV cost: no known metrics at /metrics"]
+    use = f"mean {percent(kv['usage_mean'])}, peak {percent(kv['usage_peak'])}"
+    if kv["usage_mean"] is None and any("usage" in point for point in kv["points"]):
+        use = "not sampled, the run was shorter than a second"
     parts = [
-        f"pool use mean {percent(kv['usage_mean'])}, peak {percent(kv['usage_peak'])}",
+        f"pool use {use}",
         f"{number(kv['preemptions'])} preemptions",
         f"hit rate {percent(kv['hit_rate'])}",
     ]

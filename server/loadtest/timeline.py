@@ -5,6 +5,7 @@ Knows nothing about drawing. At most 600 buckets: when a run outgrows them, pair
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from server.loadtest.record import Record
@@ -34,11 +35,13 @@ class Timeline:
 
     origin: float
     step: float = 0.5
+    end: float = 0.0
     buckets: list[Bucket] = field(default_factory=list)
 
     def add(self, record: Record) -> None:
         for moment, tokens in zip(record.chunk_times, record.chunk_tokens, strict=True):
             self._at(moment).tokens += tokens
+        self.end = max(self.end, record.end - self.origin)
         bucket = self._at(record.end)
         if record.ok:
             bucket.ok += 1
@@ -61,11 +64,20 @@ class Timeline:
         """Per bucket: its start, output tokens per second, requests ended, mean TTFT of those that ended well."""
         return [
             {
-                "at": number * self.step,
-                "tokens_per_second": held.tokens / self.step,
+                "at": at,
+                "tokens_per_second": held.tokens / width,
                 "ok": held.ok,
                 "failed": held.failed,
                 "ttft_mean": held.ttft_total / held.ok if held.ok else None,
             }
-            for number, held in enumerate(self.buckets)
+            for at, width, held in self._spans()
         ]
+
+    def _spans(self) -> Iterator[tuple[float, float, Bucket]]:
+        """Start, width and contents. The last one is as wide as the run filled it, with the one before if hardly."""
+        held = list(self.buckets)
+        if len(held) > 1 and self.end - (len(held) - 1) * self.step < self.step / 2:
+            held[-2:] = [held[-2].merge(held[-1])]
+        for number, bucket in enumerate(held):
+            at = number * self.step
+            yield at, self.step if number < len(held) - 1 else self.end - at, bucket
