@@ -2,8 +2,8 @@
 
 Knows no layout. 8 bits: groups of 64 inputs share a scale, once they are turned by a Hadamard matrix; round_group.h
 turns activations, so products keep their value, and one large input does not cost its neighbours their digits.
-4 bits: groups of 32 inputs as they came share a scale and a minimum, as in most files of 4-bit weights: what was so
-rounded before stays nearly as it is.
+4 bits: groups of 32 inputs as they came share a scale and a minimum, as in GGUF's Q4_1, whose weights stay nearly as
+they are.
 """
 
 from __future__ import annotations
