@@ -2,8 +2,11 @@
 //
 // Knows no layers. A row is one query head of one token. Keys are cut at multiples of CUT tokens of their sequence; a row's
 // cuts are computed apart (maximum, sum, weighted values) and merged in index order. Who computes which rows and which
-// cuts does not change a bit, so decode equals prefill and any chunking.
+// cuts does not change a bit, so decode equals prefill and any chunking. Where the CPU multiplies pairs of bf16 and both
+// queries and cache are bf16, scores and weighted values are sums of pairs, and weights are rounded to bf16.
 #include <omp.h>
+
+#include <type_traits>
 
 #include "attention_work.h"
 #include "few_rows.h"
@@ -13,6 +16,9 @@
 namespace {
 
 constexpr float LOG2_E = 1.44269504088896341f;
+
+template <class Q, class KV>
+using KindOf = std::conditional_t<HAS_BF16_DOT && std::is_same_v<Q, bf16> && std::is_same_v<KV, bf16>, DotPairs, Floats>;
 
 struct Partial {
     float *o, *top, *total;  // [rows][padded d], [rows], [rows]
@@ -32,8 +38,8 @@ struct Range {  // keys of a cut
 
 // What a thread keeps while it walks through the cuts of a piece.
 struct Scratch {
-    float *q, *panels;  // [padded d][rows] of every tile; keys, then values: together they would not fit in L1
-    float* s;           // [BLOCK_ROWS][CUT]
+    float *q, *panels;  // factors: [padded d][rows] of every tile; keys, then values: together they would not fit in L1
+    float* s;           // [BLOCK_ROWS][CUT]: scores, then weights as factors, at the beginning of their row
     Partial state, part;
     float* saved;  // partials of a piece that another thread began
     Span seen[BLOCK_ROWS];
@@ -58,10 +64,18 @@ void each_tile(const Piece& piece, Body body) {
     for (int t = 0; t < tile_count(count); t++) body(tile_start(count, t), tile_start(count, t + 1) - tile_start(count, t));
 }
 
+template <class Kind>
+typename Kind::Word* factors(float* of) {
+    return reinterpret_cast<typename Kind::Word*>(of);
+}
+
 // ---- one cut of a piece ----------------------------------------------------------------------------------------------
-// Scores -> weights 2^(score - top), zero outside the range. MASKED: not every key is inside.
-template <bool MASKED>
-void soften(float* s, Range range, float& top, float& total) {
+inline void store_weight(float* s, int j, vf weight, float) { store(s + j, weight); }
+inline void store_weight(float* s, int j, vf weight, uint32_t) { store_f32(reinterpret_cast<bf16*>(s) + j, weight); }
+
+// Scores -> weights 2^(factor * score - top), zero outside the range. MASKED: not every key is inside.
+template <class Kind, bool MASKED>
+void soften(float* s, float factor, Range range, float& top, float& total) {
     vi lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     auto seen = [&](int j) { return (lane + j >= range.first) & (lane + j < range.last); };
@@ -71,64 +85,101 @@ void soften(float* s, Range range, float& top, float& total) {
         vf x = load<vf>(s + j);
         best = (MASKED ? seen(j) & (x > best) : x > best) ? x : best;
     }
-    const float highest = largest(best);
+    const float highest = largest(best) * factor;
 #pragma GCC unroll 4
     for (int j = 0; j < end; j += LANES) {
-        vf weight = exp2_of<true>(load<vf>(s + j) - highest);
+        vf weight = exp2_of<true>(load<vf>(s + j) * factor - highest);
         if (MASKED) weight = seen(j) ? weight : vf{};
-        store(s + j, weight);
+        store_weight(s, j, weight, typename Kind::Word());
         acc += weight;
     }
     top = highest, total = sum(acc);
 }
 
-template <class KV>
+template <class Kind, class KV>
 void score(const Problem& p, const Piece& piece, const CutRows<KV>& here, const CutRows<KV>& next, Scratch& x) {
-    int64_t width = padded_head(p.d);
+    using F = Factors<Kind, KV>;
+    int64_t row_words = padded_head(p.d) * F::PARTS / F::PER_WORD, steps = (p.d * F::PARTS + F::PER_WORD - 1) / F::PER_WORD;
+    auto *q = factors<Kind>(x.q), *panels = factors<Kind>(x.panels);
     if (piece.rows <= MAX_ROWS) {
-        few_rows<KV>(int(piece.rows)).scores(here.k, next.k, p.d, x.q, x.s);
+        few_rows<Kind, KV>(int(piece.rows)).scores(here.k, next.k, p.d, q, x.s);
         return;
     }
-    pack_keys(here.k, next.k, p.d, x.panels);
+    pack_keys<Kind>(here.k, next.k, p.d, panels);
     each_tile(piece, [&](int row, int rows) {
-        int panels = (x.range[row + rows - 1].last + PANEL - 1) / PANEL;  // beyond, no row of the tile sees a key
-        interleaved_tile<float, false>(rows)(x.q + row * width, x.panels, width * PANEL, panels, int(p.d),
-                                             x.s + row * CUT, CUT);
+        int count = (x.range[row + rows - 1].last + PANEL - 1) / PANEL;  // beyond, no row of the tile sees a key
+        interleaved_tile<Kind>(rows)(q + row * row_words, panels, row_words * PANEL, count, int(steps), x.s + row * CUT, CUT);
     });
 }
 
-// Rows whose ranges differ go apart, so that a weight of zero never meets a value the row must not see.
-template <class KV>
+// Weighted values of rows with one range. Where a step takes two keys and only one of them is in the range, the other is
+// zeros meanwhile: a weight of zero never meets a value the rows must not see.
+template <class Kind, class KV>
+class Weighing {
+public:
+    Weighing(const Problem& p, const CutRows<KV>& here, const CutRows<KV>& next, bool few, float* panels)
+        : p(p), here(here), next(next), few(few), panels(factors<Kind>(panels)) {
+        std::copy(here.v, here.v + CUT, values);
+        if (!few) pack_values<Kind>(values, next.v, p.d, this->panels);
+    }
+
+    void operator()(Range range, int rows, const float* s, float* o) {
+        bool before = range.first % KEYS, after = range.last % KEYS;
+        if (before) put(range.first - 1, zeros<KV>);
+        if (after) put(range.last, zeros<KV>);
+        add(range.first / KEYS, (range.last + KEYS - 1) / KEYS, rows, reinterpret_cast<const typename Kind::Word*>(s), o);
+        if (before) put(range.first - 1, here.v[range.first - 1]);
+        if (after) put(range.last, here.v[range.last]);
+    }
+
+private:
+    static constexpr int KEYS = Factors<Kind, KV>::KEYS;
+    const Problem& p;
+    const CutRows<KV>&here, &next;
+    bool few;
+    typename Kind::Word* panels;
+    const KV* values[CUT];
+
+    void put(int key, const KV* row) {
+        values[key] = row;
+        if (!few) pack_step<Kind>(values + key / KEYS * KEYS, p.d, panels + key / KEYS * PANEL);
+    }
+
+    void add(int first, int last, int rows, const typename Kind::Word* weights, float* o) const {
+        int64_t width = padded_head(p.d);
+        if (few)
+            few_rows<Kind, KV>(rows).values(values, next.v, first, last, p.d, weights, o, width);
+        else
+            strided_tile<Kind, CUT>(rows)(weights + first, panels + first * PANEL, CUT / KEYS * PANEL, int(width / PANEL),
+                                          last - first, o, width);
+    }
+};
+
+template <class Kind, class KV>
 void weigh(const Problem& p, const Piece& piece, const CutRows<KV>& here, const CutRows<KV>& next, Scratch& x, float* o) {
-    int64_t width = padded_head(p.d);
-    bool few = piece.rows <= MAX_ROWS;
-    if (!few) pack_values(here.v, next.v, p.d, x.panels);
+    Weighing<Kind, KV> weighing(p, here, next, piece.rows <= MAX_ROWS, x.panels);
     each_tile(piece, [&](int row, int rows) {
         for (int r = row, end; r < row + rows; r = end) {
             Range range = x.range[r];
             for (end = r + 1; end < row + rows && x.range[end].last == range.last && x.range[end].first == range.first;) end++;
-            int keys = range.last - range.first;
-            const float* weights = x.s + r * CUT + range.first;
-            if (few)
-                few_rows<KV>(end - r).values(here.v + range.first, next.v, keys, p.d, weights, o + r * width, width);
-            else
-                strided_tile<float, CUT>(end - r)(weights, x.panels + range.first * PANEL, CUT * PANEL,
-                                                  int(width / PANEL), keys, o + r * width, width);
+            weighing(range, end - r, x.s + r * CUT, o + r * padded_head(p.d));
         }
     });
 }
 
-template <class KV>
+template <class Kind, class KV>
 void compute(const Problem& p, const Piece& piece, int64_t cut, const CutRows<KV>& here, const CutRows<KV>& next,
              Scratch& x, Partial out) {
     for (int r = 0; r < piece.rows; r++) {
         int first = int(std::clamp<int64_t>(x.seen[r].first - cut * CUT, 0, CUT));
         x.range[r] = {first, int(std::clamp<int64_t>(x.seen[r].last - cut * CUT, first, CUT))};
     }
-    score(p, piece, here, next, x);
-    for (int r = 0; r < piece.rows; r++)
-        (x.range[r].whole() ? soften<false> : soften<true>)(x.s + r * CUT, x.range[r], out.top[r], out.total[r]);
-    weigh(p, piece, here, next, x, out.o);
+    score<Kind>(p, piece, here, next, x);
+    for (int r = 0; r < piece.rows; r++) {
+        auto soft = x.range[r].whole() ? soften<Kind, false> : soften<Kind, true>;
+        soft(x.s + r * CUT, p.scale * LOG2_E, x.range[r], out.top[r], out.total[r]);
+    }
+    weigh<Kind>(p, piece, here, next, x, out.o);
 }
 
 // ---- merging ---------------------------------------------------------------------------------------------------------
@@ -167,19 +218,31 @@ void write_out(const Problem& p, const Piece& piece, Partial state, Q* out) {
 }
 
 // ---- a thread's walk -------------------------------------------------------------------------------------------------
+inline void put_query(const bf16* row, int64_t d, int64_t width, int rows, uint32_t* to) {
+    for (int64_t i = 0; i < width; i += PANEL) {
+        uint32_t words[LANES];
+        store(words, i < d ? words_at(row, i, d) : vu{});
+        for (int j = 0; j < LANES; j++, to += rows) *to = words[j];
+    }
+}
+
 template <class Q>
+void put_query(const Q* row, int64_t d, int64_t width, int rows, float* to) {
+    for (int64_t i = 0; i < width; i += LANES) {
+        float values[LANES];
+        store(values, load_at(row, int(i), int(d)));
+        for (int j = 0; j < LANES; j++, to += rows) *to = values[j];
+    }
+}
+
+template <class Kind, class Q, class KV>
 void pack_queries(const Problem& p, const Piece& piece, const Q* q, Scratch& x) {
-    int64_t width = padded_head(p.d);
+    using F = Factors<Kind, KV>;
+    int64_t width = padded_head(p.d), row_words = width * F::PARTS / F::PER_WORD;
     each_tile(piece, [&](int start, int rows) {
         for (int r = 0; r < rows; r++) {
             x.seen[start + r] = visible(p, piece, start + r);
-            const Q* row = q + head_index(p, piece, start + r) * p.d;
-            float* to = x.q + start * width + r;
-            for (int i = 0; i < width; i += LANES) {
-                float scaled[LANES];
-                store(scaled, load_at(row, i, int(p.d)) * (p.scale * LOG2_E));
-                for (int j = 0; j < LANES; j++) to[(i + j) * rows] = scaled[j];
-            }
+            put_query(q + head_index(p, piece, start + r) * p.d, p.d, width, rows, factors<Kind>(x.q) + start * row_words + r);
         }
     });
 }
@@ -220,7 +283,7 @@ public:
                 else
                     rows[1 - now] = rows[now];
                 Partial part = starts(s) ? x.part : saved(piece, x.saved, c - s.from);
-                compute(p, piece, c, rows[now], rows[1 - now], x, part);
+                compute<Kind>(p, piece, c, rows[now], rows[1 - now], x, part);
                 if (starts(s)) merge(p, piece.rows, x.state, part);
             }
             if (starts(s) && s.to == piece.last_cut) write_out(p, piece, x.state, t.out);
@@ -239,6 +302,7 @@ public:
     }
 
 private:
+    using Kind = KindOf<Q, KV>;
     const Problem& p;
     const std::vector<Piece>& pieces;
     Tensors<Q, KV> t;
@@ -257,7 +321,7 @@ private:
     }
 
     void begin(const Piece& piece) {
-        pack_queries(p, piece, t.q, x);
+        pack_queries<Kind, Q, KV>(p, piece, t.q, x);
         clear(p, piece.rows, x.state);
     }
 

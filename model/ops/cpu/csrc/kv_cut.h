@@ -1,7 +1,8 @@
 // One cut of a sequence's keys and values, gathered from its pages into the panels that tile() reads.
 //
 // Knows pages, not queries. Keys become [CUT / PANEL][d][PANEL] (a lane is a key), values [d / PANEL][CUT][PANEL]
-// (a lane is a dimension), all floats. Tokens outside [first, last) are zeros, whatever their slots hold.
+// (a lane is a dimension): floats, or pairs of bf16, two dimensions of a key and two keys of a dimension, where the CPU
+// multiplies pairs. Tokens outside [first, last) are zeros, whatever their slots hold.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -9,6 +10,9 @@
 #include "tile.h"
 
 constexpr int CUT = 64;  // KV_CUT of model/ops/interface.py
+
+template <class T>
+inline constexpr T zeros[MAX_HEAD] = {};
 
 // Where the rows of a cut lie; a row of zeros for a token that is not to be read.
 template <class T>
@@ -24,15 +28,14 @@ struct Pages {
 
     // The rows of tokens [start, start + CUT) of one head that are in [first, last).
     void find(int64_t kv_head, int64_t start, int64_t first, int64_t last, CutRows<T>& out) const {
-        static const T zeros[MAX_HEAD] = {};
         int from = int(std::clamp<int64_t>(first - start, 0, CUT)), to = int(std::clamp<int64_t>(last - start, from, CUT));
-        std::fill(out.k, out.k + from, zeros), std::fill(out.v, out.v + from, zeros);
+        std::fill(out.k, out.k + from, zeros<T>), std::fill(out.v, out.v + from, zeros<T>);
         for (int j = from; j < to;) {
             int64_t offset = (start + j) % page_size, run = std::min<int64_t>(page_size - offset, to - j);
             int64_t at = table[(start + j) / page_size] * page_stride + (kv_head * page_size + offset) * d;
             for (; run > 0; run--, j++, at += d) out.k[j] = k + at, out.v[j] = v + at;
         }
-        std::fill(out.k + to, out.k + CUT, zeros), std::fill(out.v + to, out.v + CUT, zeros);
+        std::fill(out.k + to, out.k + CUT, zeros<T>), std::fill(out.v + to, out.v + CUT, zeros<T>);
     }
 };
 
@@ -70,47 +73,72 @@ static inline vu words_at(const T* row, int64_t i, int64_t d) {
     return load<vu>(padded);
 }
 
-// A word of LANES keys -> one dimension of floats, or two of bf16.
-static inline void put_word(vu word, float* at, const float*) { store(at, word); }
+// ---- rows of the cache as factors ------------------------------------------------------------------------------------
+// Kind is what they are multiplied by, T what they are stored as. A word of a key becomes PARTS vectors of factors; a step
+// of a weighted sum takes KEYS keys.
+template <class Kind, class T>
+struct Factors {
+    static constexpr int PER_WORD = 4 / sizeof(T), PARTS = PER_WORD, KEYS = 1;
 
-static inline void put_word(vu word, float* at, const bf16*) {
-    store(at, word << 16);
-    store(at + PANEL, word & 0xffff0000u);
+    static vf part(vu word, int i) {
+        if constexpr (PARTS == 1) return (vf)word;
+        return i ? high_half(word) : low_half(word);
+    }
+
+    // Dimensions [i + v * LANES, i + (v + 1) * LANES) of a step's keys.
+    static vf value(const T* const* keys, int i, int v, int d) { return load_at(keys[0], i + v * LANES, d); }
+};
+
+template <int HIGH, int... I>
+static inline vu paired(vus a, vus b, std::integer_sequence<int, I...>) {  // a's half and b's, element by element
+    return (vu)__builtin_shufflevector(a, b, (HIGH * LANES + I / 2 + (I % 2) * 2 * LANES)...);
 }
+
+template <>
+struct Factors<DotPairs, bf16> {
+    static constexpr int PER_WORD = 2, PARTS = 1, KEYS = 2;
+
+    static vu part(vu word, int) { return word; }
+
+    static vu value(const bf16* const* keys, int i, int v, int d) {
+        constexpr auto ALL = std::make_integer_sequence<int, 2 * LANES>();
+        vus a = (vus)words_at(keys[0], i + v / 2 * PANEL, d), b = (vus)words_at(keys[1], i + v / 2 * PANEL, d);
+        return v % 2 ? paired<1>(a, b, ALL) : paired<0>(a, b, ALL);
+    }
+};
 
 static inline int64_t padded_head(int64_t d) { return (d + PANEL - 1) / PANEL * PANEL; }
 
-template <class T>
-static void pack_keys(const T* const* rows, const T* const* next, int64_t d, float* keys) {
-    constexpr int PER_WORD = 4 / sizeof(T);
+template <class Kind, class T>
+static void pack_keys(const T* const* rows, const T* const* next, int64_t d, typename Kind::Word* keys) {
+    using F = Factors<Kind, T>;
     for (int j = 0; j < CUT; j += LANES) {
+        auto* at = keys + j / PANEL * (padded_head(d) * F::PARTS / F::PER_WORD) * PANEL + j % PANEL;
         for (int key = 0; key < LANES; key++) prefetch_row(next[j + key], d);
-        for (int64_t i = 0; i < d; i += LANES * PER_WORD) {
+        for (int64_t i = 0; i < d; i += LANES * F::PER_WORD, at += LANES * F::PARTS * PANEL) {
             vu square[LANES];
 #pragma GCC unroll 16
             for (int key = 0; key < LANES; key++) square[key] = words_at(rows[j + key], i, d);
             transpose(square);
-            float* at = keys + j / PANEL * padded_head(d) * PANEL + i * PANEL + j % PANEL;
 #pragma GCC unroll 16
-            for (int w = 0; w < LANES; w++) put_word(square[w], at + w * PER_WORD * PANEL, rows[0]);
+            for (int w = 0; w < LANES; w++)
+                for (int part = 0; part < F::PARTS; part++) store(at + (w * F::PARTS + part) * PANEL, F::part(square[w], part));
         }
     }
 }
 
-template <class T>
-static void pack_values(const T* const* rows, const T* const* next, int64_t d, float* values) {
-    for (int j = 0; j < CUT; j++) {
-        prefetch_row(next[j], d);
-        const T* row = rows[j];
-        float* at = values + int64_t(j) * PANEL;
-        int64_t i = 0;
-        for (; i + PANEL <= d; i += PANEL, at += CUT * PANEL) {
-            store(at, load_f32(row + i));
-            store(at + LANES, load_f32(row + i + LANES));
-        }
-        if (i < d) {
-            store(at, load_at(row, int(i), int(d)));
-            store(at + LANES, load_at(row, int(i) + LANES, int(d)));
-        }
+template <class Kind, class T>
+static void pack_step(const T* const* keys, int64_t d, typename Kind::Word* at) {
+    using F = Factors<Kind, T>;
+    for (int64_t i = 0; i < d; i += PANEL, at += CUT / F::KEYS * PANEL)
+        for (int v = 0; v < 2; v++) store(at + v * LANES, F::value(keys, int(i), v, int(d)));
+}
+
+template <class Kind, class T>
+static void pack_values(const T* const* rows, const T* const* next, int64_t d, typename Kind::Word* values) {
+    constexpr int KEYS = Factors<Kind, T>::KEYS;
+    for (int j = 0; j < CUT; j += KEYS) {
+        for (int key = j; key < j + KEYS; key++) prefetch_row(next[key], d);
+        pack_step<Kind>(rows + j, d, values + j / KEYS * PANEL);
     }
 }

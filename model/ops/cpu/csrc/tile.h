@@ -81,35 +81,33 @@ static TileFn<Kind> far_tile(int rows, int panels) {
     return nullptr;
 }
 
-// Floats that are in the cache already: all panels of a tile, several at a time.
-template <int ROWS, class W, bool FAR, int X_ROW, int X_STEP>
-static void tile_panels(const float* x, const W* w, size_t panel_floats, int panels, int steps, float* c,
-                        size_t c_stride) {
-    constexpr int AT_ONCE = panels_for(ROWS, 4);
-    auto at = [&](int p) { return reinterpret_cast<const uint8_t*>(w + p * panel_floats); };
-    int p = 0;
-    for (; p + AT_ONCE <= panels; p += AT_ONCE)
-        tile<Floats, ROWS, AT_ONCE, false, X_ROW, X_STEP>(x, at(p), panel_floats * 4, steps, {}, c + p * PANEL, c_stride);
-    for (; p < panels; p++)
-        tile<Floats, ROWS, 1, false, X_ROW, X_STEP>(x, at(p), panel_floats * 4, steps, {}, c + p * PANEL, c_stride);
+// Factors that are in the cache already: all panels of a tile, several at a time.
+template <class Kind, int ROWS, int X_ROW, int X_STEP, int AT_ONCE = panels_for(ROWS, 4)>
+static void tile_panels(const typename Kind::Word* x, const typename Kind::Word* w, size_t panel_words, int panels,
+                        int steps, float* c, size_t c_stride) {
+    for (; panels >= AT_ONCE; panels -= AT_ONCE, w += AT_ONCE * panel_words, c += AT_ONCE * PANEL)
+        tile<Kind, ROWS, AT_ONCE, false, X_ROW, X_STEP>(x, reinterpret_cast<const uint8_t*>(w), panel_words * 4, steps, {}, c,
+                                                        c_stride);
+    if constexpr (AT_ONCE > 1)
+        tile_panels<Kind, ROWS, X_ROW, X_STEP, AT_ONCE / 2>(x, w, panel_words, panels, steps, c, c_stride);
 }
 
-template <class W>
-using NearFn = void (*)(const float*, const W*, size_t, int, int, float*, size_t);
+template <class Kind>
+using NearFn = void (*)(const typename Kind::Word*, const typename Kind::Word*, size_t, int, int, float*, size_t);
 
 // x interleaved: [step][rows].
-template <class W, bool FAR, int ROWS = MAX_ROWS>
-static NearFn<W> interleaved_tile(int rows) {
-    if (rows == ROWS) return tile_panels<ROWS, W, FAR, 1, ROWS>;
-    if constexpr (ROWS > 1) return interleaved_tile<W, FAR, ROWS - 1>(rows);
+template <class Kind, int ROWS = MAX_ROWS>
+static NearFn<Kind> interleaved_tile(int rows) {
+    if (rows == ROWS) return tile_panels<Kind, ROWS, 1, ROWS>;
+    if constexpr (ROWS > 1) return interleaved_tile<Kind, ROWS - 1>(rows);
     return nullptr;
 }
 
-// x by rows, X_ROW floats apart.
-template <class W, int X_ROW, int ROWS = MAX_ROWS>
-static NearFn<W> strided_tile(int rows) {
-    if (rows == ROWS) return tile_panels<ROWS, W, false, X_ROW, 1>;
-    if constexpr (ROWS > 1) return strided_tile<W, X_ROW, ROWS - 1>(rows);
+// x by rows, X_ROW words apart.
+template <class Kind, int X_ROW, int ROWS = MAX_ROWS>
+static NearFn<Kind> strided_tile(int rows) {
+    if (rows == ROWS) return tile_panels<Kind, ROWS, X_ROW, 1>;
+    if constexpr (ROWS > 1) return strided_tile<Kind, X_ROW, ROWS - 1>(rows);
     return nullptr;
 }
 
