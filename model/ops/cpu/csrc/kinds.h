@@ -10,11 +10,6 @@
 typedef int16_t vs __attribute__((vector_size(VEC_BYTES)));
 typedef uint16_t vus __attribute__((vector_size(VEC_BYTES)));
 
-#if defined(__AVX512BF16__) && !defined(RW_NO_DOTS)
-#define RW_BF16_DOT 1
-#else
-#define RW_BF16_DOT 0
-#endif
 #if !defined(RW_NO_DOTS) && \
     ((defined(__AVX512VNNI__) && defined(__AVX512BW__)) || (defined(__AVXVNNI__) && !defined(__AVX512F__)))
 #define RW_BYTE_DOT 1

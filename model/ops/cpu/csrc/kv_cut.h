@@ -55,12 +55,39 @@ static inline void exchange(vu& a, vu& b, std::integer_sequence<int, I...>) {
 
 template <int H = 1>
 static inline void transpose(vu (&v)[LANES]) {
+#if defined(__AVX512F__)  // what follows below, in instructions that leave their operands alone
+    __m512i pairs[LANES], quads[LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32((__m512i)v[i], (__m512i)v[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32((__m512i)v[i], (__m512i)v[i + 1]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 2) {  // quads[4g + c]: column 4b + c of rows 4g .. 4g + 3 in quarter b
+        int low = i / 4 * 4 + i % 4 / 2;
+        quads[i] = _mm512_unpacklo_epi64(pairs[low], pairs[low + 2]);
+        quads[i + 1] = _mm512_unpackhi_epi64(pairs[low], pairs[low + 2]);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        __m512i even[2], odd[2];
+        for (int half = 0; half < 2; half++) {
+            even[half] = _mm512_shuffle_i32x4(quads[8 * half + c], quads[8 * half + 4 + c], 0x88);
+            odd[half] = _mm512_shuffle_i32x4(quads[8 * half + c], quads[8 * half + 4 + c], 0xdd);
+        }
+        v[c] = (vu)_mm512_shuffle_i32x4(even[0], even[1], 0x88);
+        v[4 + c] = (vu)_mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
+        v[8 + c] = (vu)_mm512_shuffle_i32x4(even[0], even[1], 0xdd);
+        v[12 + c] = (vu)_mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
+    }
+#else
     if constexpr (H < LANES) {
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++)
             if (!(i & H)) exchange<H>(v[i], v[i + H], std::make_integer_sequence<int, LANES>());
         transpose<2 * H>(v);
     }
+#endif
 }
 
 // LANES words of a row of d elements, from element i on.

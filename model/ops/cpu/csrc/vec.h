@@ -23,6 +23,12 @@ constexpr int VEC_BYTES = 16, REGISTERS = 32;
 constexpr int VEC_BYTES = 16, REGISTERS = 16;
 #endif
 
+#if defined(__AVX512BF16__) && !defined(RW_NO_DOTS)
+#define RW_BF16_DOT 1
+#else
+#define RW_BF16_DOT 0
+#endif
+
 constexpr int LANES = VEC_BYTES / 4;
 constexpr int MAX_HEAD = 512;  // widest head, in elements
 
@@ -84,11 +90,21 @@ static inline vf load_f32(const bf16* p) {
 
 static inline void store_f32(float* p, vf x) { store(p, x); }
 
-static inline void store_f32(bf16* p, vf x) {  // round to nearest even; a NaN stays one
+static inline vh rounded_portable(vf x) {  // to bf16, to nearest even; a NaN stays one
     vu bits = (vu)x;
     vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    store(p, __builtin_convertvector(x == x ? rounded : vu{} + 0x7fc0, vh));
+    return __builtin_convertvector(x == x ? rounded : vu{} + 0x7fc0, vh);
 }
+
+static inline vh rounded(vf x) {  // the instruction takes what is below 2^-126 for zero
+#if RW_BF16_DOT
+    return (vh)_mm512_cvtneps_pbh(x);
+#else
+    return rounded_portable(x);
+#endif
+}
+
+static inline void store_f32(bf16* p, vf x) { store(p, rounded(x)); }
 
 // The first n < LANES elements, zeros beyond.
 template <class T>
@@ -147,10 +163,20 @@ static inline float largest(vf x) {
     if constexpr (N > 1) return largest<N / 2>(other > x ? other : x);
 }
 
-// 2^x for -126 <= x <= 127, relative error below 2e-7; beyond, the value at the end. NaN stays NaN.
+// 2^x for -126 <= x <= 127, relative error below 2e-7; beyond, the value at the end or nearer to the truth. NaN stays NaN.
 // NEGATIVE: x is known not to be above 127.
 template <bool NEGATIVE = false>
 static inline vf exp2_of(vf x) {
+#if defined(__AVX512DQ__)
+    vf f = _mm512_reduce_ps(x, 9);  // x - floor(x)
+    vf p = splat(1.8671309e-3f);
+    p = madd(p, f, splat(9.0170284e-3f));
+    p = madd(p, f, splat(5.5799915e-2f));
+    p = madd(p, f, splat(2.4016445e-1f));
+    p = madd(p, f, splat(6.9315131e-1f));
+    p = madd(p, f, splat(1.0f));
+    return _mm512_scalef_ps(p, x);  // p * 2^floor(x)
+#else
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
     x = x < -126.0f ? splat(-126.0f) : x;
     if (!NEGATIVE) x = x > 127.0f ? splat(127.0f) : x;
@@ -164,4 +190,5 @@ static inline vf exp2_of(vf x) {
     p = madd(p, f, splat(6.931471805599453e-1f));
     p = madd(p, f, splat(1.0f));
     return p * (vf)(((vu)shifted << 23) + (127u << 23));  // the low bits of magic vanish
+#endif
 }
