@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,12 +21,16 @@ REFERENCE = ReferenceOps()
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def ops() -> CpuOps:
-    try:
-        return CpuOps(find_library())
-    except UnavailableError as reason:
-        pytest.skip(str(reason))
+@pytest.fixture(scope="module", params=["", "-DRW_NO_DOTS -DRW_EMULATE_DOTS"], ids=["own", "emulated"])
+def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
+    """Emulated: attention multiplies pairs of bf16 on any CPU, in the portable form."""
+    flags = f"{os.environ.get('ROPEWAY_KERNELS_FLAGS', '')} {request.param}".strip()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROPEWAY_KERNELS_FLAGS", flags)
+        try:
+            yield CpuOps(find_library())
+        except UnavailableError as reason:
+            pytest.skip(str(reason))
 
 
 # ---- layer operations ------------------------------------------------------------------------------------------------

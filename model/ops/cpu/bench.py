@@ -1,6 +1,6 @@
 """What the native operations reach of what the machine gives: `python -m model.ops.cpu.bench`.
 
-Knows shapes of models, no checkpoint: weights are random. The limits (read bandwidth, multiply-add rate) are
+Knows shapes of models, no checkpoint: weights are random. The limits (read bandwidth, rates of dot products) are
 measured in the same run; native and reference take turns; medians count. On a busy machine use --cpu-time.
 """
 
@@ -31,13 +31,14 @@ MOST_BESIDE_A_NEIGHBOUR = 2.0
 """A busy process on one of the cores may make a step so many times as long."""
 
 
-def bench_linears(report: Report, models: dict[str, Model], dtype: torch.dtype) -> None:
+def bench_linears(report: Report, models: dict[str, Model], dtype: torch.dtype, factors: str) -> None:
     """The linear layers of all layers, one after the other: more weights than any cache holds."""
     shape = models["native"].shape
     for rows in (1, 8, 32, 128, 512):
         inputs = {width: torch.randn(rows, width).to(dtype) for _, width in shape.linears}
         calls: Calls = {name: partial(model.all_linears, inputs) for name, model in models.items()}
-        report.line(f"linears, {rows} rows", models["native"].layer_bytes, 2 * rows * shape.layer_weights, calls)
+        work = {factors: 2.0 * rows * shape.layer_weights}
+        report.line(f"linears, {rows} rows", models["native"].layer_bytes, work, calls)
 
 
 def bench_attention(report: Report, shape: Shape, all_ops: dict[str, Ops], dtype: torch.dtype) -> None:
@@ -46,20 +47,26 @@ def bench_attention(report: Report, shape: Shape, all_ops: dict[str, Ops], dtype
         scene = Scene.of(shape, sequences, length, asked, dtype)
         q = torch.randn(sequences * asked, shape.config.num_heads, shape.config.head_dim).to(dtype)
         calls: Calls = {name: partial(scene.all_attention, ops, q) for name, ops in all_ops.items()}
-        report.line(f"attention, {sequences} x {asked} of {length}", scene.kv_bytes, scene.attention_flops, calls)
+        work = {name_of(dtype): scene.attention_flops}
+        report.line(f"attention, {sequences} x {asked} of {length}", scene.kv_bytes, work, calls)
 
 
-def bench_step(report: Report, models: dict[str, Model], dtype: torch.dtype) -> None:
+def bench_step(report: Report, models: dict[str, Model], dtype: torch.dtype, factors: str) -> None:
     """Whole steps: decoding at context 256, and a prompt of 512."""
     shape = models["native"].shape
     for sequences, length, asked in ((1, 256, 1), (8, 256, 1), (32, 256, 1), (1, 512, 512)):
         scene = Scene.of(shape, sequences, length, asked, dtype)
         num_bytes = models["native"].layer_bytes + models["native"].decoder.head.nbytes + scene.kv_bytes
-        flops = 2 * sequences * (asked * shape.layer_weights + shape.head_weights) + scene.attention_flops
+        work = {name_of(dtype): scene.attention_flops}
+        work[factors] = work.get(factors, 0) + 2 * sequences * (asked * shape.layer_weights + shape.head_weights)
         calls: Calls = {
             name: partial(model.decoder.forward, scene.batch, scene.cache) for name, model in models.items()
         }
-        report.line(f"step, {sequences} x {asked} of {length}", num_bytes, flops, calls)
+        report.line(f"step, {sequences} x {asked} of {length}", num_bytes, work, calls)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def bench_neighbour(clock: Clock, model: Model, dtype: torch.dtype) -> None:
@@ -122,9 +129,9 @@ def run(arguments: argparse.Namespace, shape: Shape, dtype: torch.dtype, what: t
     limits = measure_limits(clock)
     kind = f"{arguments.dtype}, weights {arguments.quantization or arguments.dtype}"
     print(f"{native.description}; {torch.get_num_threads()} threads; {kind}; shape of {shape.name}")
-    print(
-        f"read {limits.bytes_per_second / 1e9:.1f} GB/s, fp32 {limits.flops_per_second / 1e9:.1f} GFLOP/s", flush=True
-    )
+    rates = [f"{kind} {rate / 1e9:.0f} GFLOP/s" for kind, rate in limits.operations_per_second.items()]
+    print(f"read {limits.bytes_per_second / 1e9:.1f} GB/s, dot products of {', '.join(rates)}", flush=True)
+    factors = "int8" if arguments.quantization else arguments.dtype
     if "attention" in what:
         bench_attention(report, shape, all_ops, dtype)
     if {"linears", "step", "neighbour"} & set(what):
@@ -132,9 +139,9 @@ def run(arguments: argparse.Namespace, shape: Shape, dtype: torch.dtype, what: t
         if not arguments.no_reference:
             models["reference"] = Model.of(all_ops["reference"], shape, dtype)
         if "linears" in what:
-            bench_linears(report, models, dtype)
+            bench_linears(report, models, dtype, factors)
         if "step" in what:
-            bench_step(report, models, dtype)
+            bench_step(report, models, dtype, factors)
         if "neighbour" in what:
             bench_neighbour(clock, models["native"], dtype)
         del models

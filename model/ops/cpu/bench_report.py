@@ -9,8 +9,9 @@ import ctypes
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,31 +67,44 @@ class Others:
         return sum(ticks), ticks[3] + ticks[4], (own.user + own.system) * os.sysconf("SC_CLK_TCK")
 
 
+PROBES = {"float32": "rw_probe_floats", "bfloat16": "rw_probe_pairs", "int8": "rw_probe_quads"}
+"""Kinds of factors, and what runs their dot products; 4-bit weights are multiplied as bytes."""
+Work = dict[str, float]
+"""Operations by the kind of their factors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     bytes_per_second: float
-    flops_per_second: float
+    operations_per_second: dict[str, float]  # by kind
 
-    def seconds(self, num_bytes: float, flops: float) -> float:
-        """The least time in which so many bytes are read and so many operations done."""
-        return max(num_bytes / self.bytes_per_second, flops / self.flops_per_second)
+    def reading(self, num_bytes: float) -> float:
+        """The least seconds in which so many bytes are read."""
+        return num_bytes / self.bytes_per_second
+
+    def computing(self, work: Work) -> float:
+        """The least seconds in which so many operations are done."""
+        return sum(operations / self.operations_per_second[kind] for kind, operations in work.items())
 
 
-def measure_limits(clock: Clock) -> Limits:
-    """Read bandwidth over 256 MiB and the rate of fp32 multiply-adds; CPU time is counted per thread."""
+def measure_limits(clock: Clock, kinds: Iterable[str] = PROBES) -> Limits:
+    """Read bandwidth over 256 MiB and the rates of dot products; CPU time is counted per thread."""
     native = ctypes.CDLL(str(find_library()))
-    native.rw_probe_madd.restype = ctypes.c_int64
-    data, rounds = torch.ones(64 << 20), 1 << 21
+    data, rounds = torch.ones(64 << 20), ctypes.c_int64(1 << 20)
     threads = torch.get_num_threads() if clock.cpu_time else 1
     pointer, count = ctypes.c_void_p(data.data_ptr()), ctypes.c_int64(data.numel())
-    flops = native.rw_probe_madd(ctypes.c_int64(rounds))
+    probes = {kind: getattr(native, PROBES[kind]) for kind in kinds}
+    for probe in probes.values():
+        probe.restype = ctypes.c_int64
+    operations = {kind: probe(rounds) for kind, probe in probes.items()}
     times = clock.medians(
         {
             "read": lambda: native.rw_probe_read(pointer, count),
-            "madd": lambda: native.rw_probe_madd(ctypes.c_int64(rounds)),
+            **{kind: partial(probe, rounds) for kind, probe in probes.items()},
         }
     )
-    return Limits(data.nbytes * threads / times["read"], flops * threads / times["madd"])
+    rates = {kind: done * threads / times[kind] for kind, done in operations.items()}
+    return Limits(data.nbytes * threads / times["read"], rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +112,16 @@ class Report:
     clock: Clock
     others: Others
 
-    def line(self, what: str, num_bytes: float, flops: float, calls: Calls) -> None:
-        """One comparison, beside the machine's limits at that moment."""
-        limits = measure_limits(Clock(self.clock.cpu_time, self.clock.seconds / 4))
+    def line(self, what: str, num_bytes: float, work: Work, calls: Calls) -> None:
+        """One comparison, beside the machine's limits at that moment: what takes longer, reading or computing."""
+        limits = measure_limits(Clock(self.clock.cpu_time, self.clock.seconds / 4), work)
         threads = torch.get_num_threads() if self.clock.cpu_time else 1
         times = {name: seconds / threads for name, seconds in self.clock.medians(calls).items()}
-        native = times["native"]
-        text = f"{what:<28} {native * 1e3:9.3f} ms {limits.seconds(num_bytes, flops) / native:6.0%} of the limit"
-        text += f" {num_bytes / native / 1e9:7.1f} GB/s {flops / native / 1e9:7.1f} GFLOP/s"
+        native, reading, computing = times["native"], limits.reading(num_bytes), limits.computing(work)
+        text = f"{what:<28} {native * 1e3:9.3f} ms {max(reading, computing) / native:6.0%} of the limit:"
+        text += f" {reading / native:5.0%} of read ({num_bytes / native / 1e9:.1f} of"
+        text += f" {limits.bytes_per_second / 1e9:.1f} GB/s), {computing / native:4.0%} of arithmetic"
+        text += f" ({sum(work.values()) / native / 1e9:.0f} of {sum(work.values()) / computing / 1e9:.0f} GFLOP/s)"
         if "reference" in times:
             text += f"   reference {times['reference'] * 1e3:9.3f} ms, {times['reference'] / native:5.1f} times"
         busy = self.others.share()

@@ -33,7 +33,7 @@ __attribute__((noinline)) static void scores_of_few(const T* const* keys, const 
     using F = Factors<Kind, T>;
     for (int64_t i = 0; i < d; i += LANES * F::PER_WORD, q += LANES * F::PARTS * ROWS)
         for (int j = 0; j < CUT; j += LANES) {
-            for (int key = j; key < j + LANES; key++) __builtin_prefetch(next[key] + i, 0, 3);
+            for (int key = j; key < j + LANES; key++) __builtin_prefetch(next[key] + i, 0, 2);
             if (i + LANES * F::PER_WORD <= d)
                 add_scores<Kind, ROWS, true>(keys + j, i, d, q, s + j);
             else
@@ -67,7 +67,7 @@ static inline void add_values(const T* const* values, const T* const* next, int 
     vf acc[ROWS][VECTORS] = {};
     for (int step = first; step < last; step++) {
         for (int key = step * F::KEYS; key < (step + 1) * F::KEYS; key++)
-            for (int line = 0; line < VECTORS * LANES; line += 64 / sizeof(T)) __builtin_prefetch(next[key] + i + line, 0, 3);
+            for (int line = 0; line < VECTORS * LANES; line += 64 / sizeof(T)) __builtin_prefetch(next[key] + i + line, 0, 2);
         add_weighted<Kind, ROWS, VECTORS>([&](int v) { return F::value(values + step * F::KEYS, i, v, d); },
                                           [&](int r) { return Kind::spread(s[r * CUT + step]); }, acc);
     }

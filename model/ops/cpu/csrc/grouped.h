@@ -82,7 +82,7 @@ __attribute__((noinline)) static void grouped_tile(RoundedRows x, const uint8_t*
             const uint8_t* scales = w + p * panel_bytes + Weights::STEPS * STEP_BYTES + half * LANES * sizeof(bf16);
             add_group<Weights, ROWS>(x, scales, [&](int r) { return sum[r][p][half]; }, out + column * LANES, PANELS * PANEL);
         }
-        w += group_bytes<Weights>(), ahead.from += scale_bytes<Weights>() * ahead.stride / STEP_BYTES;
+        w += group_bytes<Weights>(), ahead.skip(scale_bytes<Weights>());
         x.words += Weights::STEPS * Weights::PARTS * ROWS, x.terms += ROWS, x.scales += ROWS;
     }
 }

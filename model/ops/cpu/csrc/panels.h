@@ -10,7 +10,7 @@
 
 constexpr size_t BLOCK_BYTES = 192 << 10;  // of packed rows: stays in the second-level cache beside two panels
 constexpr size_t SLACK = 64;                // words that packing may write behind its last
-constexpr size_t AHEAD = 2048;              // bytes: how far ahead of its use a weight that comes from memory is asked for
+constexpr size_t SOON = 2048, LATER = 10240;  // bytes: how far ahead of its use a weight is asked for, twice
 
 struct Shape {
     int64_t m, n, k;
@@ -19,10 +19,12 @@ struct Shape {
 };
 
 // One tile alone runs along with memory: its own panels, a little ahead. Several tiles take turns on a panel that is in
-// the cache by then, while the next panel arrives: each asks for its share of it.
+// the cache by then, while the next panel arrives: each asks for its share of it; half a panel would not fit in the first.
 static inline Ahead ahead_of(const uint8_t* panel, size_t panel_bytes, int steps, int panels, int t, int tiles) {
-    if (tiles == 1) return {panel + AHEAD, STEP_BYTES, steps - int(AHEAD / STEP_BYTES), (panels - 1) * panel_bytes};
-    return {panel + panel_bytes + panel_bytes * t / tiles, STEP_BYTES / tiles, -1, 0};
+    if (panels > 1) return {panel, panel + SOON, STEP_BYTES, steps - int(SOON / STEP_BYTES), (panels - 1) * panel_bytes};
+    if (tiles == 1) return {panel + SOON, panel + LATER, STEP_BYTES, -1, 0};
+    const uint8_t* share = panel + panel_bytes + panel_bytes * t / tiles;
+    return {tiles == 2 ? panel : share, share, STEP_BYTES / tiles, -1, 0};
 }
 
 // Rows [row, row + m) against panels [first, last).

@@ -14,21 +14,29 @@ constexpr int PANEL = 2 * LANES;
 constexpr size_t STEP_BYTES = PANEL * sizeof(uint32_t);
 constexpr int MAX_ROWS = REGISTERS == 32 ? 12 : 6;  // 2 accumulators a row, two weight vectors, one broadcast
 
-// What to ask memory for while a tile computes: from step `turn` on, `jump` bytes further.
+// What to ask memory for while a tile computes, `stride` bytes a step: a line that is needed soon is asked into the first
+// cache, which takes few at a time, one that is needed later into the second. From step `turn` on, `jump` bytes further.
 struct Ahead {
-    const uint8_t* from;
-    size_t stride;  // bytes a step
+    const uint8_t *soon, *later;
+    size_t stride;
     int turn;
     size_t jump;
+
+    void skip(size_t bytes) {  // what lies between the steps of a panel
+        soon += bytes * stride / STEP_BYTES, later += bytes * stride / STEP_BYTES;
+    }
 };
 
 template <int PANELS>
 static inline void ask(Ahead& ahead, int step, size_t panel_bytes) {
-    if (PANELS > 1 && step == ahead.turn) ahead.from += ahead.jump;
+    if (PANELS > 1 && step == ahead.turn) ahead.later += ahead.jump;
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; p++)
-        for (size_t line = 0; line < STEP_BYTES; line += 64)
-            __builtin_prefetch(ahead.from + step * ahead.stride + p * panel_bytes + line, 0, 3);
+        for (size_t line = 0; line < STEP_BYTES; line += 64) {
+            size_t at = step * ahead.stride + p * panel_bytes + line;
+            if (PANELS == 1) __builtin_prefetch(ahead.soon + at, 0, 3);
+            __builtin_prefetch(ahead.later + at, 0, 2);
+        }
 }
 
 // c[r][p * PANEL + j] = sum over k of x[step * X_STEP + part * X_PART + r * X_ROW] times panel p's (step, part, j).
