@@ -34,7 +34,7 @@ def visit(
 def test_every_section_runs_in_small_without_the_http_packages(tmp_path: Path) -> None:
     done, found = visit(tmp_path, f"import sys; sys.modules.update(dict.fromkeys({NOT_THERE}))")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {"attention", "small-kernels", "model", "graphs", "invariance", "decode-8B", "load-256"} <= found.keys()
+    assert {"attention", "model", "graphs", "invariance", "decode-8B", "load-256", "server-8B"} <= found.keys()
     assert {section["status"] for section in found.values()} <= {"ok", "missed"}, found
     assert found["graphs"]["same"] == found["graphs"]["same_invariant"] == 1
 

@@ -10,7 +10,9 @@ import tests.interpreted_triton  # noqa: F401  (first)
 from tests.test_gpu_visit import visit
 
 
-@pytest.mark.parametrize("section", ["attention", "small-kernels", "sampling", "model"])
+@pytest.mark.parametrize(
+    "section", ["attention", "small-kernels", "sampling", "rounded-layers", "model", "graphs", "invariance"]
+)
 def test_the_checks_pass_on_the_kernels(section: str, tmp_path: Path) -> None:
     done, found = visit(tmp_path, "", "--sections", section, on_kernels=True)
     assert found[section]["status"] == "ok", done.stdout + done.stderr

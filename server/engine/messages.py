@@ -218,7 +218,8 @@ class Progress:
 class EngineInfo:
     """Facts that hold for the life of the engine. Bytes of the pool: predicted by arithmetic, then allocated.
 
-    mixed_chunk: prompt tokens in a step that also decodes, measured at the start; None where only the budget bounds it.
+    mixed_chunk: prompt tokens in a step that also decodes, on a CPU measured at the start; None where only the budget
+    bounds it.
     capacity_tokens: tokens the pool can keep. token_bytes: bytes of one token in all layers.
     """
 

@@ -23,6 +23,13 @@ GRAPH_BYTES = 8 * MIB
 """What a driver may keep for the recordings of one batch size, beside the memory that they share."""
 
 
+DEVICE_CHUNK = 256
+"""Prompt tokens that share a step with decodes, of each prompt that could move on, on a device that nobody measures.
+
+A decode step reads every weight, so it leaves matrix rate / bandwidth tokens (A100 and H200: 184) of arithmetic unused;
+three steps' time computes 3 * 0.65 times as many (358), if a prompt reaches 0.65 of the rate. No stream waits longer.
+"""
+
 WIDTHS = {False: (32, 512), True: (256, 4096)}
 """Sequences and tokens of a step where nobody asked: on a CPU, and on a device that is wide."""
 
@@ -61,7 +68,7 @@ def limits_of(config: EngineConfig, model: ModelConfig, is_wide: bool) -> Limits
             f"max_num_batched_tokens is {budget}: a step must have room for one token of each "
             f"of max_num_seqs = {seqs} sequences"
         )
-    return Limits(wanted, seqs, budget)
+    return Limits(wanted, seqs, budget, mixed_chunk=DEVICE_CHUNK if is_wide else None)
 
 
 def workspace_bytes(model: ModelConfig, limits: Limits) -> int:

@@ -5,32 +5,28 @@ A section returns its figures, and status "wrong" where one is outside its bound
 
 from __future__ import annotations
 
-import random
-import tempfile
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from model.batch import Batch, SampleBatch
-from model.config import load_config
 from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.kv_cost import layout_for
-from model.ops.interface import AttentionTables, LayerKV, Ops
+from model.ops.attention_choice import PACKAGES, Served, usable
+from model.ops.interface import AttentionTables, LayerKV
+from model.ops.quantised_kv import dequantise, quantise
 from model.ops.reference import ReferenceOps
-from model.weights import load_decoder
-from server.engine.core import Engine
-from server.engine.messages import SamplingParams, Submit
-from server.engine.plan import Pending, StepPlan
+from model.ops.scaled_linear import CODES, FP8_CAPABILITY, ScaledLinear, obstacle
 from server.engine.sampler import dense_part, with_dense_part
-from tests.fake_device import outputs
-from tests.gpu.models import PAGE_SIZE, Rig, write_checkpoint
+from tests.gpu.engine_checks import check_graphs, check_invariance
+from tests.gpu.models import PAGE_SIZE, checkpoint
 from tests.gpu.visit import Visit
-from tests.real_engine import run
 
 Section = Callable[[Visit], dict[str, Any]]
 BOUND = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -169,14 +165,40 @@ def check_sampling(visit: Visit) -> dict[str, Any]:
     return {"status": "ok" if is_right else "wrong", "same": round(same, 4), "logprobs": apart}
 
 
+def check_rounded_layers(visit: Visit) -> dict[str, Any]:
+    """Products of int8 and fp8 against those of the same rounded matrices in float64, few rows and many."""
+    errors: dict[str, float] = {}
+    capability = torch.cuda.get_device_capability() if visit.on_gpu else FP8_CAPABILITY
+    for kind, rows in itertools.product(CODES, (1, 17, 40)):
+        if obstacle(kind, torch.bfloat16, batch_invariant=False, capability=capability):
+            continue
+        weight, x = (torch.randn(size, 96 if visit.tiny else 4096).bfloat16() for size in (200, rows))
+        left, right = (dequantise(*quantise(matrix, CODES[kind])).double() for matrix in (x, weight))
+        packed = type_of_layer(visit).pack(weight.to(visit.device), None, kind)
+        errors[f"{kind} {rows}"] = error(packed(x.to(visit.device), torch.bfloat16), left @ right.T)
+    return verdict(errors, BOUND[torch.bfloat16])
+
+
+def type_of_layer(visit: Visit) -> type[ScaledLinear]:
+    """A GPU's, or its twin in plain torch."""
+    if visit.ops().name == "reference":
+        return ScaledLinear
+    layer: type[ScaledLinear] = import_module("model.ops.triton.scaled").TritonScaledLinear
+    return layer
+
+
+def check_packages(visit: Visit) -> dict[str, Any]:
+    """Attention of other packages against ours, where they are installed: what the start of a server would say."""
+    capability = torch.cuda.get_device_capability() if visit.on_gpu else (9, 0)
+    served = Served(torch.bfloat16, torch.bfloat16, 32, 8, 128, PAGE_SIZE, (None, 50))
+    found = {
+        name: usable(name, visit.ops().attention, served, visit.device, capability, batch_invariant=False)
+        for name in PACKAGES
+    }
+    return {"status": "ok"} | {name: it if isinstance(it, str) else "agrees" for name, it in found.items()}
+
+
 # ---- the model --------------------------------------------------------------------------------------------
-
-
-def _checkpoint(visit: Visit, ops: Ops, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """The same weights on any device, read from a folder as a server reads them."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = write_checkpoint("toy" if visit.tiny else "stories", Path(name))
-        return load_decoder(folder, load_config(folder), ops, device, dtype)
 
 
 def one_sequence(tokens: Tensor, start: int, device: torch.device) -> Batch:
@@ -204,92 +226,25 @@ def logits_of(decoder: Decoder, tokens: Tensor, prompt: int, device: torch.devic
 def check_model(visit: Visit) -> dict[str, Any]:
     """A stories-size checkpoint: prefill and decode against the CPU reference in fp32."""
     cpu = torch.device("cpu")
-    want_from = _checkpoint(visit, ReferenceOps(), cpu, torch.float32)
+    want_from = checkpoint(visit, ReferenceOps(), cpu, torch.float32)
     tokens = torch.randint(0, want_from.config.vocab_size, (24 if visit.tiny else 200,))
     prompt = len(tokens) - 8
     want = logits_of(want_from, tokens, prompt, cpu)
     errors = {}
     for dtype in (torch.float32, torch.bfloat16) if visit.on_gpu else (torch.float32,):
-        decoder = _checkpoint(visit, visit.ops(), visit.device, dtype)
+        decoder = checkpoint(visit, visit.ops(), visit.device, dtype)
         got = logits_of(decoder, tokens, prompt, visit.device)
         errors[f"prefill {dtype}"] = error(got[:prompt], want[:prompt]) / BOUND[dtype]
         errors[f"decode {dtype}"] = error(got[prompt:], want[prompt:]) / BOUND[dtype]
     return verdict(errors, 3.0)  # six layers add up
 
 
-# ---- graphs -----------------------------------------------------------------------------------------------
-
-
-def traffic(count: int, vocab: int, longest: int) -> list[Submit]:
-    """Requests of every length, sampled in several ways."""
-    rng, settings = random.Random(0), [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}]
-    return [
-        Submit(
-            f"r{i}", Submit.pack([rng.randrange(vocab) for _ in range(rng.randint(1, longest))]),
-            SamplingParams(rng.randint(1, 24), seed=i, **settings[i % 3]),  # type: ignore[arg-type]
-        )
-        for i in range(count)
-    ]  # fmt: skip
-
-
-def watch(engine: Engine) -> None:
-    """From now on torch raises where launch() would wait for a GPU."""
-    runner = engine._runner
-    launch = runner.launch
-
-    def watched(plan: StepPlan) -> Pending:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return launch(plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    runner.launch = watched  # type: ignore[method-assign]
-
-
-def _small_rig(visit: Visit, batch_invariant: bool) -> Rig:
-    decoder = _checkpoint(visit, visit.ops(batch_invariant), visit.device, visit.dtype)
-    return Rig.of(visit, decoder, 4096, max_num_seqs=6 if visit.tiny else 24, max_len=200, budget=64)
-
-
-def check_graphs(visit: Visit) -> dict[str, Any]:
-    """Engines with and without graphs say the same; with kernels that do not care about padding, every token of it.
-
-    launch() may not wait for the device (torch says where it does).
-    """
-    found: dict[str, Any] = {"status": "ok"}
-    for batch_invariant in (True, False):
-        rig = _small_rig(visit, batch_invariant)
-        submits = traffic(5 if visit.tiny else 40, rig.decoder.config.vocab_size, 30 if visit.tiny else 100)
-        graphs = rig.graphs()
-        replaying, eager = rig.engine(graphs), rig.engine(None)
-        if visit.on_gpu:
-            watch(replaying)
-        a, b = outputs(run(replaying, *submits)), outputs(run(eager, *submits))
-        same = sum(x == y for key in a for x, y in zip(a[key], b[key], strict=True)) / sum(map(len, a.values()))
-        found["same_invariant" if batch_invariant else "same"] = round(same, 4)
-    found["status"] = "ok" if found["same_invariant"] == 1 else "wrong"
-    return found
-
-
-def check_invariance(visit: Visit) -> dict[str, Any]:
-    """--batch-invariant: what a request gets alone, log-probabilities included, it gets in a crowd, bit for bit."""
-    rig = _small_rig(visit, batch_invariant=True)
-    vocab = rig.decoder.config.vocab_size
-    prompt = Submit.pack([i * 31 % vocab for i in range(90)])
-    asked = Submit("asked", prompt, SamplingParams(16, temperature=0.9, seed=5, logprobs=2))
-    alone = run(rig.engine(rig.graphs()), asked)
-    crowd = run(rig.engine(rig.graphs()), *traffic(4 if visit.tiny else 30, vocab, 60), asked)
-    alone_said = [(row.tokens, row.logprobs) for row in alone]
-    crowd_said = [(row.tokens, row.logprobs) for row in crowd if row.id == "asked"]
-    same = sum(a == b for a, b in zip(alone_said, crowd_said, strict=True)) / len(alone_said)
-    return {"status": "ok" if same == 1 else "wrong", "same_rows": round(same, 4), "cut_prompt": rig.budget < 90}
-
-
 CHECKS: dict[str, Section] = {
     "attention": check_attention,
     "small-kernels": check_small_kernels,
     "sampling": check_sampling,
+    "rounded-layers": check_rounded_layers,
+    "packages": check_packages,
     "model": check_model,
     "graphs": check_graphs,
     "invariance": check_invariance,

@@ -20,14 +20,16 @@ from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.kv_cost import KVLayout, layout_for
 from model.layers import MLP, Attention, Layer
-from model.ops.interface import Ops
+from model.ops.interface import Ops, PackedLinear
 from model.rope import cos_sin_table
 from model.tensor_shapes import tensor_shapes
+from model.weights import HEAD_QUANTIZATION, load_decoder
 from server.engine.core import Engine
 from server.engine.decode_graphs import DecodeGraphs, graph_sizes
 from server.engine.last_tokens import LastTokens
 from server.engine.messages import EngineInfo
 from server.engine.page_tables import PageTables
+from server.engine.pool_size import DEVICE_CHUNK
 from server.engine.runner import ModelRunner
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.warm_up import try_every_path
@@ -80,11 +82,23 @@ def write_checkpoint(name: str, folder: Path) -> Path:
     return folder
 
 
-def random_decoder(config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Weights are made on the device."""
+def checkpoint(visit: Visit, ops: Ops, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """The same weights on any device, read from a folder as a server reads them."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_checkpoint("toy" if visit.tiny else "stories", Path(name))
+        return load_decoder(folder, load_config(folder), ops, device, dtype)
+
+
+def random_decoder(
+    config: ModelConfig, ops: Ops, device: torch.device, dtype: torch.dtype, quantization: str | None = None
+) -> Decoder:
+    """Weights are made on the device; quantization as in model/weights.py."""
 
     def weight(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, device=device, dtype=dtype).mul_(columns**-0.5)
+
+    def packed(rows: int, columns: int) -> PackedLinear:
+        return ops.pack_linear(weight(rows, columns), None, quantization)
 
     hidden, wide = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -93,16 +107,17 @@ def random_decoder(config: ModelConfig, ops: Ops, device: torch.device, dtype: t
         Layer(
             one,
             Attention(
-                ops.pack_linear(weight(q + 2 * kv, hidden), None), ops.pack_linear(weight(hidden, q), None),
-                None, None, config.rms_norm_eps, config.attention_scale, config.windows[index],
+                packed(q + 2 * kv, hidden), packed(hidden, q), None, None,
+                config.rms_norm_eps, config.attention_scale, config.windows[index],
             ),
             one,
-            MLP(ops.pack_linear(weight(2 * wide, hidden), None), ops.pack_linear(weight(hidden, wide), None)),
+            MLP(packed(2 * wide, hidden), packed(hidden, wide)),
         )
         for index in range(config.num_layers)
     )  # fmt: skip
     embedding = weight(config.vocab_size, hidden)
-    head = ops.pack_linear(embedding if config.tie_word_embeddings else weight(config.vocab_size, hidden), None)
+    head_weight = embedding if config.tie_word_embeddings else weight(config.vocab_size, hidden)
+    head = ops.pack_linear(head_weight, None, quantization and HEAD_QUANTIZATION)
     table = cos_sin_table(config, config.max_position_embeddings, device)
     return Decoder(config, ops, embedding, layers, one, head, table)
 
@@ -137,8 +152,8 @@ class Rig:
     @property
     def weights_read(self) -> int:
         """Bytes of weights that one step must read: all but the rows of the embedding that nobody looks up."""
-        untied = not self.decoder.config.tie_word_embeddings
-        return self.decoder.weights_nbytes - (self.decoder.embedding.nbytes if untied else 0)
+        looked_up = not self.decoder.head.shares(self.decoder.embedding)
+        return self.decoder.weights_nbytes - (self.decoder.embedding.nbytes if looked_up else 0)
 
     def graphs(self) -> DecodeGraphs:
         """Decodes recorded for up to max_num_seqs sequences."""
@@ -156,7 +171,7 @@ class Rig:
         stream = self.visit.accelerator().stream
         runner = ModelRunner(self.decoder, self.kv, self.decoder.ops, config.vocab_size, stream, last, graphs)
         tables = PageTables(layout, self.kv.num_pages, self.budget, prefix_caching=False)
-        limits = Limits(self.max_len, self.max_num_seqs, self.budget)
+        limits = Limits(self.max_len, self.max_num_seqs, self.budget, mixed_chunk=DEVICE_CHUNK)
         facts = replace(
             FACTS, vocab_size=config.vocab_size, max_model_len=self.max_len, max_num_batched_tokens=self.budget
         )

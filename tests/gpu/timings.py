@@ -10,16 +10,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from model.ops.interface import AttentionTables, LayerKV
+from model.ops.select import quantization_obstacle
 from server.engine.accelerator import filler_batch
 from server.engine.core import Engine
-from server.engine.decode_graphs import DecodeGraphs
-from server.engine.decode_inputs import PAD_NARROW, PAD_REAL, PAD_WIDE, DecodeRows
 from server.engine.messages import SamplingParams, Submit
-from tests.gpu.models import PAGE_SIZE, Rig, config_of, random_decoder
+from tests.gpu.models import PAGE_SIZE
+from tests.gpu.process import EngineProcess
+from tests.gpu.steps import decode_seconds, rig_of, step_bytes
 from tests.gpu.visit import Visit
 
 Section = Callable[[Visit], dict[str, Any]]
@@ -39,45 +39,16 @@ def limits(visit: Visit) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ---- a step by hand ---------------------------------------------------------------------------------------
+# ---- steps ------------------------------------------------------------------------------------------------
 
 
-def rig_of(visit: Visit, name: str, tokens: int, max_num_seqs: int, max_len: int) -> Rig:
-    shape = "toy" if visit.tiny else name
-    decoder = random_decoder(config_of(shape), visit.ops(), visit.device, visit.dtype)
-    return Rig.of(visit, decoder, tokens, max_num_seqs, max_len)
-
-
-def decode_rows(rig: Rig, rows: int, kv_len: int) -> DecodeRows:
-    """Greedy sequences of kv_len tokens on pages of their own, in a random order."""
-    pages = rig.layout.pages_for(kv_len)
-    table = (np.random.default_rng(0).permutation(rows * pages) + 1).astype(np.int32).reshape(rows, pages)
-    wide, real, narrow = PAD_WIDE.repeat(rows, 1), PAD_REAL.repeat(rows, 1), PAD_NARROW.repeat(rows, 1)
-    wide[0], narrow[0] = np.arange(rows) % rig.decoder.config.vocab_size, kv_len
-    return DecodeRows(wide, real, narrow, [table] * len(rig.layout.groups))
-
-
-def decode_seconds(rig: Rig, graphs: DecodeGraphs, rows: int, kv_len: int) -> float:
-    """Seconds of one recorded step, inputs and sampling included, many in a row."""
-    inputs, size = decode_rows(rig, rows, kv_len), graphs.size_for(rows)
-    assert size is not None
-
-    def step() -> None:
-        graphs.forward(inputs, size)
-        graphs.sample_plain(rows, size)
-
-    with torch.inference_mode():
-        return rig.visit.seconds(step, 2 if rig.visit.tiny else 40)
-
-
-def step_bytes(rig: Rig, kv_tokens: int) -> int:
-    """What a step must read at least: weights once, every key and value of its sequences once."""
-    return rig.weights_read + kv_tokens * rig.layout.token_bytes
-
-
-def decode_alone(visit: Visit, name: str, goal: float) -> dict[str, Any]:
+def decode_alone(visit: Visit, name: str, goal: float, quantization: str | None = None) -> dict[str, Any]:
     kv_len = 32 if visit.tiny else 1024
-    rig = rig_of(visit, name, 2 * kv_len, 1, 2 * kv_len)
+    if quantization is not None and (visit.on_gpu or visit.ops().name == "reference"):
+        reason = quantization_obstacle(quantization, visit.ops(), visit.device, visit.dtype, batch_invariant=False)
+        if reason is not None:
+            return {"status": "ok", "reason": reason}
+    rig = rig_of(visit, name, 2 * kv_len, 1, 2 * kv_len, quantization)
     seconds = decode_seconds(rig, rig.graphs(), 1, kv_len)
     share = step_bytes(rig, kv_len) / seconds / visit.bandwidth
     return judged(share, goal, ms=round(seconds * 1e3, 3), tokens_s=round(1 / seconds, 1))
@@ -171,6 +142,18 @@ def idle_share(visit: Visit, name: str, rows: int) -> dict[str, Any]:
     return judged(busy / wall, 0.95, **facts)
 
 
+def over_bare_loop(visit: Visit, name: str, goal: float) -> dict[str, Any]:
+    """The engine in a process of its own behind its pipe, 1 and 32 streams, over the recorded steps alone."""
+    prompt, steps, streams = (4, 5, (1, 2)) if visit.tiny else (512, 200, (1, 32))
+    shares, facts = list[float](), dict[str, float]()
+    with EngineProcess(visit, name, streams, prompt, steps) as process:
+        for rows, bare in zip(streams, process.bare_seconds, strict=True):
+            step = process.step_seconds(rows, prompt, steps)
+            shares.append(bare / step)
+            facts |= {f"ms_step_{rows}": round(step * 1e3, 3), f"ms_bare_{rows}": round(bare * 1e3, 3)}
+    return judged(min(shares), goal, **facts)
+
+
 def load(visit: Visit) -> dict[str, Any]:
     """256 requests, in and out uniform from 100 to 1,024: tokens a second over what the limits of every step allow."""
     count, low, high = (5, 4, 20) if visit.tiny else (256, 100, 1024)
@@ -197,6 +180,8 @@ TIMINGS: dict[str, Section] = {
     "limits": limits,
     "decode-8B": lambda visit: decode_alone(visit, "8B", 0.75),
     "decode-1B": lambda visit: decode_alone(visit, "1B", 0.60),
+    "decode-8B-int8": lambda visit: decode_alone(visit, "8B", 0.0, "int8"),
+    "decode-8B-fp8": lambda visit: decode_alone(visit, "8B", 0.0, "fp8"),
     "attention-64x8k": lambda visit: attention_alone(visit, 64, 8192, 0.80),
     "attention-1x32k": lambda visit: attention_alone(visit, 1, 32768, 0.40),
     "long-context": long_context,
@@ -205,4 +190,6 @@ TIMINGS: dict[str, Section] = {
     "idle-1B-1": lambda visit: idle_share(visit, "1B", 1),
     "idle-1B-64": lambda visit: idle_share(visit, "1B", 64),
     "load-256": load,
+    "server-8B": lambda visit: over_bare_loop(visit, "8B", 0.95),
+    "server-1B": lambda visit: over_bare_loop(visit, "1B", 0.85),
 }
