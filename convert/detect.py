@@ -14,10 +14,12 @@ from convert.formats.gguf_model import open_gguf
 from convert.formats.huggingface import open_huggingface
 from convert.formats.huggingface_bin import is_huggingface_bin, open_huggingface_bin
 from convert.formats.litgpt import is_litgpt, open_litgpt
-from convert.formats.llama2c import is_llama2c, open_llama2c
+from convert.formats.llama2c import bytes_of_version_0, is_llama2c, open_llama2c
 from convert.formats.llama2c_torch import ZIP_MAGIC, open_llama2c_torch
 from convert.formats.meta import is_meta, open_meta
 from convert.source import Source
+
+LONGEST_START = 28  # bytes that tell a format
 
 
 def open_source(path: Path) -> Source:
@@ -35,11 +37,16 @@ def open_source(path: Path) -> Source:
             return open_meta(path)
         raise ConvertError("no checkpoint in this folder (no config.json with weights, no params.json)", path)
     with path.open("rb") as file:
-        start = file.read(8)
+        start = file.read(LONGEST_START)
     if start[:4] == MAGIC:
         return open_gguf(path)
     if start[:4] == ZIP_MAGIC:
         return open_llama2c_torch(path)
     if is_llama2c(path):
         return open_llama2c(path)
-    raise ConvertError(f"not a checkpoint of a known format (starts with {start!r})", path, 0)
+    if not start:
+        raise ConvertError("is empty", path)
+    if (nbytes := bytes_of_version_0(start)) is not None:
+        text = f"its numbers are those of a llama2.c file of {nbytes:,} bytes, it has {path.stat().st_size:,}"
+        raise ConvertError(f"{text}: copy it again", path)
+    raise ConvertError(f"not a checkpoint of a known format (starts with {start[:8]!r})", path, 0)

@@ -303,3 +303,11 @@ def test_an_empty_path_is_not_the_current_folder(paths: list[str], capsys: pytes
     with pytest.raises(SystemExit):
         main_convert(paths)
     assert "'' is not a path" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_none_is_one_line(tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "hf")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConvertError, match=r"tokenizer\.json is not a tokenizer"):
+        export(folder, tmp_path / "there.gguf", "gguf")
+    assert {path.name for path in tmp_path.iterdir()} == {"hf"}

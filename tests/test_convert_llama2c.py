@@ -60,13 +60,6 @@ def test_another_length_than_the_header_says(version: int, change: int, tmp_path
         open_source(path)
 
 
-def test_version_0_of_another_length_is_no_known_format(tmp_path: Path) -> None:
-    path = write_llama2c(tmp_path / "a.bin", config(True), random_tensors(config(True)), 0)
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ConvertError, match="not a checkpoint of a known format"):
-        open_source(path)
-
-
 def test_rope_tables_of_another_base_are_refused(tmp_path: Path) -> None:
     path = write_llama2c(tmp_path / "a.bin", config(True), random_tensors(config(True)), 0)
     data = bytearray(path.read_bytes())
@@ -116,3 +109,16 @@ def test_other_archives_say_what_they_lack(tmp_path: Path) -> None:
     (tmp_path / "b.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-30])
     with pytest.raises(ConvertError, match="not a sound zip archive"):
         open_source(tmp_path / "b.pt")
+
+
+def test_a_file_of_another_length_is_told_both(tmp_path: Path) -> None:
+    path = write_llama2c(tmp_path / "a.bin", config(True), random_tensors(config(True)), 0)
+    raw = path.read_bytes()
+    for damaged in (raw[:-10], raw + b"ab", raw[:28]):
+        path.write_bytes(damaged)
+        words = f"llama2.c file of {len(raw):,} bytes, it has {len(damaged):,}: copy it again"
+        with pytest.raises(ConvertError, match=words):
+            open_source(path)
+    path.write_bytes(b"")
+    with pytest.raises(ConvertError, match="is empty"):
+        open_source(path)

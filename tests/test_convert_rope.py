@@ -214,7 +214,7 @@ def test_transformers_reads_the_gguf_of_a_phi3(tmp_path: Path) -> None:
         ("gguf", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "cannot hold rope scaling"),
         ("gguf", {"rope_scaling": {**YARN, "truncate": False}}, "cannot hold rope scaling"),
         ("gguf", {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}, "cannot hold rope scaling"),
-        ("gguf", {"partial_rotary_factor": 0.5}, "turns whole heads"),
+        ("gguf", {"partial_rotary_factor": 0.5}, "refuses a GGUF llama of which 4 of 8 channels.*: --to hf keeps it"),
         ("meta", {"partial_rotary_factor": 0.5}, "turns whole heads"),
         ("llama2c", {"partial_rotary_factor": 0.5}, "whole heads that turn"),
     ],
@@ -246,3 +246,19 @@ def test_a_wrong_base_is_refused_where_logits_hardly_differ(tmp_path: Path) -> N
     proof = verify_folder(tmp_path / "out", path).proof
     assert proof.rotation is not None and not proof.rotation.passed
     assert "rotary frequencies of source and result DISAGREE" in str(proof.refusal())
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_a_gguf_that_llama_cpp_would_not_load_is_not_written(kind: str, tmp_path: Path) -> None:
+    """Its loader and its graphs take parts of heads that turn for phi3 alone (of what is served here)."""
+    folder = folder_of(tmp_path / "hf", small(kind, partial_rotary_factor=0.5))
+    with pytest.raises(ConvertError, match="4 of 8 channels of a head turn"):
+        export(folder, tmp_path / "there.gguf", "gguf")
+
+
+@pytest.mark.parametrize("arch", ["llama", "internlm2"])
+def test_nor_is_one_read(arch: str, tmp_path: Path) -> None:
+    config, extra = small("llama"), {f"{arch}.rope.dimension_count": 4}
+    path = write_gguf(tmp_path / "a.gguf", config, random_tensors(config), arch, extra=extra)
+    with pytest.raises(ConvertError, match=rf"rope\.dimension_count: differs from head_dim 8: .* no such {arch}"):
+        convert(path, tmp_path / "out")

@@ -133,9 +133,8 @@ def _config(file: GgufFile, fields: Fields, arch: Architecture) -> dict[str, Con
     }
     config |= rope_config(file, fields, head_dim.value, config["max_position_embeddings"].value)
     if arch.pairing == "adjacent" and "partial_rotary_factor" in config:
-        raise fields.fail(
-            "rope.dimension_count", f"differs from head_dim {head_dim.value}, not supported for {fields.arch}"
-        )
+        text = f"differs from head_dim {head_dim.value}: llama.cpp loads no such {fields.arch}: not supported"
+        raise fields.fail("rope.dimension_count", text)
     return config | _presence(file, arch) | _window(fields, arch) | _special_tokens(file)
 
 

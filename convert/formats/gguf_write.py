@@ -25,6 +25,8 @@ ALIGNMENT = 32
 TYPE_CODES = {"F32": 0, "F16": 1, "BF16": 30}
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
+PARTIAL_ROTARY = ("phi3",)
+"""Where llama.cpp's loader and its graph take rope.dimension_count for less than a head; elsewhere they stop."""
 Value = bool | int | float | str | list[str] | list[int] | list[float]
 
 
@@ -32,8 +34,9 @@ def write_gguf(path: Path, source: Source, targets: Sequence[Target]) -> None:
     """Raises ConvertError for a rope scaling or a tokenizer that GGUF's metadata cannot say."""
     config: dict[str, Any] = source.values()
     arch = "llama" if config["model_type"] == "mistral" else config["model_type"]
-    if arch == "llama" and rotary_width(config) != config["head_dim"]:
-        raise ConvertError("GGUF's llama architecture turns whole heads, this model turns parts of them", source.path)
+    if arch not in PARTIAL_ROTARY and (width := rotary_width(config)) != config["head_dim"]:
+        text = f"llama.cpp refuses a GGUF {arch} of which {width} of {config['head_dim']} channels of a head turn"
+        raise ConvertError(f"{text} (partial_rotary_factor): --to hf keeps it", source.path)
     metadata = _model_metadata(source, arch, targets)
     metadata |= tokenizer_metadata(source.tokenizer_files(), config["vocab_size"], source.path)
     tables = rope_tables(config)

@@ -87,11 +87,23 @@ def read_header(path: Path) -> Header | None:
     size = path.stat().st_size
     if len(raw) >= 8 and struct.unpack_from("<I", raw)[0] == MAGIC:
         return _versioned(path, raw, size)
+    header = _version_0(raw)
+    return header if header is not None and _length(header) == size else None
+
+
+def _version_0(raw: bytes) -> Header | None:
+    """Seven numbers that could be a model's."""
     if len(raw) < 28:
         return None
     dim, hidden, layers, heads, kv, vocab, seq = struct.unpack_from("<7i", raw)
     header = Header(0, 28, dim, hidden, layers, heads, kv, abs(vocab), seq, tied=vocab > 0)
-    return header if _sound(header) and _length(header) == size else None
+    return header if _sound(header) else None
+
+
+def bytes_of_version_0(raw: bytes) -> int | None:
+    """How long a file that starts with `raw` would be as llama2.c's version 0, if it can be one."""
+    header = _version_0(raw)
+    return None if header is None else _length(header)
 
 
 def _versioned(path: Path, raw: bytes, size: int) -> Header:

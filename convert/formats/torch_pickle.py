@@ -64,7 +64,8 @@ def read_torch(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             return _read(path, archive)
     except DAMAGED as error:
-        raise ConvertError(f"not a sound zip archive (truncated, or of torch before 1.6): {error}", path) from error
+        text = "not a sound zip archive: copy it again if it is truncated, save it anew if it is of torch before 1.6"
+        raise ConvertError(f"{text} ({error})", path) from error
 
 
 def state_tensors(path: Path, state: dict[str, Any]) -> dict[str, SourceTensor]:

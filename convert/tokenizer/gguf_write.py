@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from convert.errors import ConvertError
 from convert.tokenizer.gguf import PREFIX, tokenizer_files
 from convert.tokenizer.pre_tokenizers import CUTS
@@ -24,6 +26,10 @@ def tokenizer_metadata(files: Mapping[str, str], vocab_size: int, path: Path) ->
     """tokenizer.* keys for the files of a canonical folder; {} where there is no tokenizer. Raises ConvertError."""
     if "tokenizer.json" not in files:
         return {}
+    try:
+        Tokenizer.from_str(files["tokenizer.json"])
+    except Exception as error:  # the library raises plain Exception
+        raise ConvertError(f"tokenizer.json is not a tokenizer: {error}", path) from error
     tokenizer = json.loads(files["tokenizer.json"])
     settings = json.loads(files.get("tokenizer_config.json", "{}"))
     if tokenizer["model"]["type"] != "BPE":
@@ -34,7 +40,7 @@ def tokenizer_metadata(files: Mapping[str, str], vocab_size: int, path: Path) ->
         metadata["tokenizer.chat_template"] = files["chat_template.jinja"]
     again = json.loads(tokenizer_files(metadata, path)["tokenizer.json"])
     for part in ("normalizer", "pre_tokenizer", "decoder"):
-        if again[part] != tokenizer[part]:
+        if again[part] != tokenizer.get(part):
             raise ConvertError(f"the tokenizer's {part} cannot be written to GGUF without loss", path)
     if _merges(again) != _merges(tokenizer):
         raise ConvertError("the tokenizer's merges cannot be written to GGUF without loss", path)
@@ -48,7 +54,7 @@ def _merges(tokenizer: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
-    return "ByteLevel" in json.dumps(tokenizer["pre_tokenizer"])
+    return "ByteLevel" in json.dumps(tokenizer.get("pre_tokenizer"))
 
 
 def _vocabulary(tokenizer: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
