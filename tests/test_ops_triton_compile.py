@@ -35,7 +35,7 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_programs_fit_the_chip(reports: list[Report]) -> None:
-    assert len({report["case"] for report in reports}) == 12
+    assert len({report["case"] for report in reports}) == 13
     for report in reports:
         assert report["shared"] <= SHARED_MEMORY[report["arch"]], report
 

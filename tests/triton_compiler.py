@@ -26,7 +26,9 @@ from model.batch import SampleBatch
 from model.kv_cache import KVCache
 from model.kv_cost import KVGroup, KVLayout
 from model.ops.interface import AttentionTables, LayerKV
+from model.ops.scaled_linear import CODES
 from model.ops.triton.ops import TritonOps
+from model.ops.triton.scaled import TritonScaledLinear
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PROCESSORS = {80: 108, 90: 132}
@@ -141,6 +143,15 @@ def layer(
     return launch
 
 
+def rounded_layers() -> None:
+    """The launches on either side of a product of 8-bit rows."""
+    x, bias = torch.zeros(8, 4096, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.bfloat16)
+    for kind in CODES:
+        packed = TritonScaledLinear.pack(torch.zeros(512, 4096, dtype=torch.bfloat16), bias, kind)
+        packed.rounded(x)
+        packed.rescaled(torch.zeros(32, 512, dtype=torch.int32), torch.zeros(8, 1), torch.bfloat16)
+
+
 def draws() -> SampleBatch:
     plain, whole = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
     return SampleBatch(plain, whole.int(), plain, plain, whole, whole, whole, num_logprobs=-1)
@@ -160,6 +171,7 @@ def cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "int8", layer(plain, 4, 128, half, byte, None)
     yield "fp8", layer(plain, 4, 128, half, torch.float8_e4m3fn, None)
     yield "fp32", layer(plain, 4, 64, torch.float32, torch.float32, None)
+    yield "rounded", rounded_layers
     yield "sampling", lambda: plain.sample(torch.zeros(2, 128256), draws())
     yield "invariant", layer(invariant, 4, 128, half, half, None)
 
