@@ -12,11 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.safetensors_header import INDEX, Entry, WeightsError, check_size, read_header
-from model.shard_index import read_shards
-
-FLOATS = ("F64", "F32", "F16", "BF16")
-HARMLESS = ".rotary_emb.inv_freq"
+from model.folder_headers import HARMLESS, check_shape, read_folder
+from model.safetensors_header import Entry, WeightsError
 
 
 @dataclass(slots=True)
@@ -30,17 +27,7 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         """Read and check the headers of all files. Raises WeightsError."""
-        if (folder / INDEX).exists():
-            return cls(folder, read_shards(folder / INDEX, _checked))
-        entries: dict[str, Entry] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            for name, entry in _checked(path).items():
-                if name in entries:
-                    raise WeightsError(f"tensor {name} is both in {entries[name].path.name} and in {path.name}")
-                entries[name] = entry
-        if not entries:
-            raise WeightsError(f"{folder} holds no *.safetensors file")
-        return cls(folder, entries)
+        return cls(folder, read_folder(folder))
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -55,11 +42,8 @@ class Checkpoint:
         entry = self.entries.get(name)
         if entry is None:
             raise WeightsError(f"{self.folder} lacks tensor {name} {list(shape)}")
+        check_shape(name, entry, shape)
         where = f"{entry.path.name}: tensor {name}"
-        if entry.shape != shape:
-            raise WeightsError(f"{where} has shape {list(entry.shape)}, config.json asks for {list(shape)}")
-        if entry.dtype not in FLOATS:
-            raise WeightsError(f"{where} is {entry.dtype}, expected one of {', '.join(FLOATS)}")
         try:
             with safe_open(entry.path, framework="pt") as file:
                 tensor: Tensor = file.get_tensor(name).to(dtype=dtype, copy=True)
@@ -77,10 +61,3 @@ class Checkpoint:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             files = ", ".join(sorted({self.entries[name].path.name for name in left}))
             raise WeightsError(f"{files}: the model has no use for tensor {', '.join(left[:3])}{more}")
-
-
-def _checked(path: Path) -> dict[str, Entry]:
-    """The tensors of one file, which is as long as it says."""
-    header = read_header(path)
-    check_size(path, header)
-    return header.entries

@@ -187,8 +187,35 @@ def test_the_environment_is_read_and_flags_win(tmp_path: Path, monkeypatch: pyte
     assert plan(path)["page_size"] == 4
     assert plan(path, "--page-size", "8")["page_size"] == 8
     monkeypatch.setenv("ROPEWAY_DTYPE", "float12")
-    with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+    assert plan(path, "--dtype", "float16")["dtype"] == "float16"
+    with pytest.raises(SystemExit), contextlib.redirect_stderr(io.StringIO()) as errors:
         main([path])
+    assert "error: ROPEWAY_DTYPE: 'float12' is not one of auto" in errors.getvalue()
+
+
+def test_models_to_compare_with_need_one_to_plan() -> None:
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stderr(io.StringIO()) as errors:
+        main(["--compare", "config.json"])
+    assert ended.value.code == 2 and "put MODEL first" in errors.getvalue()
+
+
+def test_lengths_beyond_the_context_are_said_to_be_cut(tmp_path: Path) -> None:
+    path = write_config(tmp_path, LLAMA_8B)
+    cut = plan(path, "--context", "4096", "--lengths", "800,4096", "--memory", "80GiB")["preemption"]["cut"]
+    assert cut == pytest.approx(0.05)
+    report = run(path, "--context", "512", "--lengths", "512,100000", "--memory", "80GiB")[1]
+    assert "50.0% of them are longer than the context and are cut at 512" in report
+    assert "are cut" not in run(path, "--context", "8192", "--lengths", "100,200", "--memory", "80GiB")[1]
+    assert plan(path, "--context", "512", "--lengths", "600,600", "--memory", "80GiB")["preemption"]["cut"] == 1
+
+
+def test_a_smaller_reserve_is_advised_where_one_was_given(tmp_path: Path) -> None:
+    path = write_config(tmp_path, LLAMA_8B)
+    load = ["--context", "4096", "--memory", "24GiB"]
+    [advice] = [row for row in plan(path, *load, "--reserve", "20GiB")["advice"] if row["setting"] == "reserve"]
+    assert advice["missing"] == 0
+    assert plan(path, *load, "--reserve", str(advice["new"]))["fits"]
+    assert not plan(path, *load, "--reserve", str(advice["new"] + 1))["fits"]
 
 
 def test_the_report_fits_100_columns(tmp_path: Path) -> None:
@@ -212,7 +239,7 @@ def test_auto_memory_is_what_the_host_grants(tmp_path: Path) -> None:
 
 
 def test_help_and_documentation_say_what_the_table_says() -> None:
-    help_text = " ".join(make_parser({}).format_help().split())
+    help_text = " ".join(make_parser().format_help().split())
     document = (REPOSITORY / "docs" / "plan.md").read_text()
     rows = [([option.spellings, option.metavar], option.text) for option in OPTIONS]
     rows += [([option.spellings, option.metavar], option.help) for option in (COMPARE, PLOT)]

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from convert.errors import ConvertError
 from convert.formats.gguf_header import read_header
 from convert.formats.gguf_parts import read_headers
 from convert.pipeline import convert
 from model.config import load_config
+from model.safetensors_header import WeightsError
 from server.plan.source import open_model
 from tests.conftest import BASE_CONFIG, random_tensors
 from tests.convert_sources import write_gguf as whole_gguf
+from tests.test_weights import load
 
 
 def write_gguf(path: Path, **changes: Any) -> Path:
@@ -155,3 +159,56 @@ def test_safetensors_folders_with_damage_are_refused(tmp_path: Path, tiny_model:
         weights.write_bytes(raw)
         with pytest.raises(ConvertError, match=words):
             open_model(str(tmp_path))
+
+
+def damaged(source: Path, folder: Path, damage: str) -> Path:
+    """A copy whose headers show that it cannot be served."""
+    shutil.copytree(source, folder)
+    weights, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors = load_file(weights)
+    if damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "too long":
+        weights.write_bytes(weights.read_bytes() + bytes(100))
+    elif damage == "type":
+        raw = weights.read_bytes()
+        weights.write_bytes(raw.replace(b'"F32"', b'"F13"', 1))
+    elif damage == "shape":
+        config["vocab_size"] += 1
+        (folder / "config.json").write_text(json.dumps(config))
+    elif damage == "missing":
+        save_file({name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}, weights)
+    elif damage == "too many":
+        save_file(tensors | {"other": np.zeros(1, np.float32)}, weights)
+    elif damage == "integers":
+        save_file(tensors | {"model.norm.weight": np.zeros(tensors["model.norm.weight"].shape, np.int32)}, weights)
+    elif damage == "wrong file":
+        names = sorted(tensors)
+        weights.rename(folder / "a.safetensors")
+        save_file({}, folder / "b.safetensors")
+        places = dict.fromkeys(names, "a.safetensors") | {names[0]: "b.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("none", None), ("cut", "its header promises"), ("too long", "its header promises"),
+        ("type", "is F13, expected one of F64, F32, F16, BF16"), ("shape", "config.json asks for"),
+        ("missing", "no file holds tensor model.norm.weight"), ("too many", "no use for tensor other"),
+        ("integers", "model.norm.weight is I32, expected one of"), ("wrong file", "places in b.safetensors"),
+    ],
+)  # fmt: skip
+def test_a_plan_warns_of_exactly_what_the_loader_refuses(
+    damage: str, words: str | None, tmp_path: Path, tiny_model: Any
+) -> None:
+    folder = damaged(tiny_model(), tmp_path / "model", damage)
+    warning = open_model(str(folder)).warning
+    if words is None:
+        assert warning is None
+        load(folder)
+        return
+    assert warning is not None and words in warning
+    with pytest.raises(WeightsError, match=r"F13|promises|shape|lacks|no use|I32|places"):
+        load(folder)

@@ -14,7 +14,7 @@ from convert.errors import ConvertError
 from model.config import ConfigError, served_dtype
 from model.kv_cost import DTYPE_BYTES
 from model.memory import available_bytes
-from server.plan.options import make_parser
+from server.plan.options import parse
 from server.plan.report import report
 from server.plan.result import Plan, make_plan
 from server.plan.source import PlannedModel, open_model
@@ -27,7 +27,7 @@ class PlanError(Exception):
 
 def main(argv: list[str]) -> int:
     """0: planned, whether it fits or not; 1: refused with one line on stderr; wrong usage exits with 2."""
-    arguments = make_parser().parse_args(argv)
+    arguments = parse(argv)
     try:
         plan = _plan(arguments)
         if arguments.plot:

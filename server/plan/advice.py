@@ -52,6 +52,9 @@ def _changes(scenario: Scenario, outcome: Outcome) -> Iterator[Change]:
     yield from _first_that_fits(scenario, outcome, "dtype", _smaller("dtype", scenario.activation_dtype))
     halves = [scenario.page_size >> shift for shift in range(1, scenario.page_size.bit_length())]
     yield from _first_that_fits(scenario, outcome, "page_size", halves)
+    left = scenario.memory - outcome.budget.fixed - outcome.needed
+    if scenario.reserve is not None and left > 0:
+        yield _change(scenario, outcome, "reserve", left)
     yield _change(scenario, outcome, "memory", required_memory(scenario, outcome))
 
 

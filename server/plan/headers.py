@@ -1,6 +1,6 @@
 """What a checkpoint's headers say of its tensors: names, shapes, stored bytes. No weight is read.
 
-Knows nothing of configs or of what a tensor is for.
+Knows nothing of what a tensor is for.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from convert.errors import ConvertError
+from model.config import ModelConfig
+from model.folder_headers import check_entries, read_folder
 from model.safetensors_header import INDEX, WeightsError, read_header
 from model.shard_index import read_index
 
@@ -35,6 +37,15 @@ def from_safetensors(folder: Path) -> tuple[StoredTensor, ...] | None:
     """Every tensor of the folder's safetensors files; None if there are none. Raises ConvertError for damage."""
     files = _shards(folder)
     return tuple(tensor for file in files for tensor in _read_header(file)) if files else None
+
+
+def refusal(folder: Path, config: ModelConfig) -> str | None:
+    """Why `ropeway serve` would not load what the headers promise, in one line; None if it would."""
+    try:
+        check_entries(read_folder(folder), config)
+    except WeightsError as error:
+        return str(error)
+    return None
 
 
 def _shards(folder: Path) -> list[Path]:

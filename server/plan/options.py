@@ -77,6 +77,11 @@ class Option:
         return "ROPEWAY_" + self.spellings[-1].removeprefix("--").replace("-", "_").upper()
 
     @property
+    def field(self) -> str:
+        """Where argparse keeps it."""
+        return self.spellings[0].removeprefix("--").replace("-", "_")
+
+    @property
     def text(self) -> str:
         """What --help and docs/plan.md say."""
         known = "" if self.default is None else f", default {self.default}"
@@ -113,8 +118,26 @@ def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
-def make_parser(environment: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
-    """A parser whose defaults come from the environment; wrong usage ends with exit code 2."""
+def parse(argv: list[str], environment: Mapping[str, str] = os.environ) -> argparse.Namespace:
+    """Flag, else environment, else default; wrong usage ends with exit code 2 and names the flag or the variable."""
+    parser = make_parser()
+    parsed = parser.parse_args(argv)
+    if parsed.compare and parsed.model is None:
+        parser.error("--compare takes every name that follows it: put MODEL first (ropeway plan MODEL --compare OTHER)")
+    for option in OPTIONS:
+        if hasattr(parsed, option.field):
+            continue
+        given = environment.get(option.variable)
+        try:
+            value = given or option.default
+            setattr(parsed, option.field, None if value is None else option.parse(value))
+        except ValueError as error:
+            parser.error(f"{option.variable}: {error}")
+    return parsed
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """A parser of the flags; what is not given is not in its result."""
     parser = argparse.ArgumentParser(
         prog="ropeway plan",
         description="What a model's KV cache costs and how much of it fits, from headers alone: no weights are read.",
@@ -122,10 +145,9 @@ def make_parser(environment: Mapping[str, str] = os.environ) -> argparse.Argumen
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     for option in OPTIONS:
-        default = environment.get(option.variable) or option.default
         parser.add_argument(
             *option.spellings, metavar=option.metavar, help=option.text.replace("%", "%%"), type=checked(option.parse),
-            default=default,
+            default=argparse.SUPPRESS,
         )  # fmt: skip
     parser.add_argument(*COMPARE.spellings, nargs="*", metavar=COMPARE.metavar, help=COMPARE.help)
     parser.add_argument(*PLOT.spellings, metavar=PLOT.metavar, help=PLOT.help, type=checked(picture))

@@ -15,6 +15,7 @@ from server.plan.waterfall import Scenario
 
 BAR = 30
 WIDTH = 100
+LEAST_SHOWN = 0.0005  # a share that rounds to 0.1 %
 
 
 def size(count: float) -> str:
@@ -56,6 +57,7 @@ def _model(plan: Plan) -> list[str]:
     return [
         f"{plan.model.name}: {parameters / 1e6:,.1f} M parameters, {config.num_layers} layers, {heads}",
         f"Weights from {plan.model.origin}. Only headers were read.",
+        *([f"Warning: ropeway serve refuses it: {plan.model.warning}"] if plan.model.warning else []),
     ]
 
 
@@ -172,8 +174,10 @@ def requests(count: int, context: int) -> str:
 
 def _preemption(scenario: Scenario, found: Preemption) -> list[str]:
     lengths = found.lengths
+    cut = f"  {found.cut:.1%} of them are longer than the context and are cut at {scenario.context:,}"
     return [
         f"Lengths: half up to {lengths.p50:,} tokens, 95 % up to {lengths.p95:,} (lognormal)",
+        *([cut] if found.cut >= LEAST_SHOWN else []),
         f"  mean {found.mean_tokens:,.0f} tokens; {found.tail_waste:.1%} of the slots of their pages stay empty",
         f"  chance of preemption, {scenario.concurrency:,} at full length at once: {percent(found.chance)}",
         f"  up to {found.most:,} at once keep it within {found.accepted:.0%}",
@@ -200,7 +204,7 @@ def flag(change: Change) -> str:
 def value(change: Change, number: int | str) -> str:
     if isinstance(number, str):
         return number
-    return size(number) if change.setting == "memory" else f"{number:,}"
+    return size(number) if change.setting in ("memory", "reserve") else f"{number:,}"
 
 
 def _compare(plan: Plan) -> list[str]:

@@ -33,9 +33,13 @@ class AtContext:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """chance: that `concurrency` requests at full length need more than the pool; most: requests within `accepted`."""
+    """chance: that `concurrency` requests at full length need more than the pool; most: requests within `accepted`.
+
+    cut: share of the lengths that are longer than the context and count as the context.
+    """
 
     lengths: Lengths
+    cut: float
     mean_tokens: float
     tail_waste: float
     chance: float
@@ -64,7 +68,8 @@ class Plan:
         ]
         whole = {name: getattr(scenario, name) for name in ("context", "concurrency", "page_size")}
         return {
-            "model": self.model.name, "origin": self.model.origin, **whole, "dtype": scenario.activation_dtype,
+            "model": self.model.name, "origin": self.model.origin, "warning": self.model.warning, **whole,
+            "dtype": scenario.activation_dtype,
             "kv_dtype": scenario.cache_dtype, "tensor_parallel": scenario.ranks,
             "token_bytes": layout.token_bytes, "groups": groups, "contexts": [asdict(row) for row in self.contexts],
             "budget": asdict(outcome.budget) | {"pool": outcome.budget.pool},
@@ -120,6 +125,7 @@ def _preemption(scenario: Scenario, outcome: Outcome, lengths: Lengths) -> Preem
     slots = sum(layout.pages_for(length) for length in values) * scenario.page_size
     return Preemption(
         lengths=lengths,
+        cut=lengths.share_over(scenario.context),
         mean_tokens=sum(values) / len(values),
         tail_waste=1 - sum(values) / slots,
         chance=overflow.chance(scenario.concurrency),

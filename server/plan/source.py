@@ -16,7 +16,7 @@ from convert.demo import demo_model_file
 from convert.errors import ConvertError
 from convert.formats.gguf_header import MAGIC
 from model.config import ConfigError, ModelConfig, load_config
-from server.plan.headers import FLOATS, StoredTensor, from_safetensors
+from server.plan.headers import FLOATS, StoredTensor, from_safetensors, refusal
 from server.plan.shapes import tensors_of
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pth")
@@ -26,7 +26,8 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pth")
 class PlannedModel:
     """A model as its headers describe it.
 
-    origin says where the tensor sizes come from. serve_as: the MODEL of `ropeway serve`, None without weights.
+    origin says where the tensor sizes come from. serve_as: the MODEL of `ropeway serve`, None without weights. warning:
+    why it would refuse what the headers promise.
     """
 
     name: str
@@ -34,6 +35,7 @@ class PlannedModel:
     tensors: tuple[StoredTensor, ...]
     origin: str
     serve_as: str | None = None
+    warning: str | None = None
 
 
 def open_model(model: str | None) -> PlannedModel:
@@ -65,7 +67,8 @@ def _open_folder(folder: Path) -> PlannedModel:
     tensors = from_safetensors(folder)
     if tensors is None:
         return PlannedModel(folder.resolve().name, config, tensors_of(config), "the shapes that config.json implies")
-    return PlannedModel(folder.resolve().name, config, tensors, "the headers of its safetensors", str(folder))
+    origin, warning = "the headers of its safetensors", refusal(folder, config)
+    return PlannedModel(folder.resolve().name, config, tensors, origin, str(folder), warning)
 
 
 def _open_convertible(path: Path, serve_as: str) -> PlannedModel:
@@ -89,6 +92,8 @@ def _read_config(path: Path) -> ModelConfig:
         raise ConvertError(f"not JSON: {error}", path) from None
     if not isinstance(raw, dict):
         raise ConvertError("not a JSON object", path)
+    if "model_type" not in raw:
+        raise ConvertError("no model_type in it: not the config.json of a model", path)
     try:
         return ModelConfig.from_dict(raw)
     except ConfigError as error:
