@@ -96,7 +96,7 @@ class EngineClient:
         """Spawn the engine and wait until it can serve. EngineDeadError carries its one line if it cannot."""
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
-        self._process.start()
+        await self._process.start()
         return await self._ready
 
     # ---- requests

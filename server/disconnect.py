@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -45,8 +45,7 @@ def event_text(value: dict[str, Any]) -> str:
     return f"data: {dumps(value)}\n\n"
 
 
-def dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+dumps: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def error_text(error: ApiError) -> str:
@@ -57,8 +56,9 @@ class EventStream(Response):
     """Server-sent events from an iterator of whole events.
 
     The status line waits for the first event: a request that fails before it gets a plain error. Later errors become
-    an error event. When a write does not go through within write_timeout seconds, on_slow is told and the response is
-    left unfinished, on which the server closes the connection.
+    an error event. The body goes past the middleware, which has no business with it. When a write does not go through
+    within write_timeout seconds, on_slow is told and the response is left unfinished, on which the server closes the
+    connection.
     """
 
     media_type = "text/event-stream"
@@ -78,46 +78,71 @@ class EventStream(Response):
         self._error_event, self._end = error_event, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await unless_disconnected(receive, self._write_all(scope, receive, send))
-        except SlowReaderError:
-            return
+        await unless_disconnected(receive, self._write_all(scope, receive, send))
 
     async def _write_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._guarded()) as events:  # type: ignore[type-var]
+        async with aclosing(self._events) as events:  # type: ignore[type-var]
             try:
-                first = await anext(events)
+                first = await anext(events, "")
             except ApiError as error:
                 await error.response()(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._write(send, first)
-            async for event in events:
-                await self._write(send, event)
-            await send({"type": "http.response.body", "body": b""})
+            send_body = scope.get("state", {}).get("send_body", send)
+            with suppress(SlowReaderError):
+                async with Writer(send_body, self._write_timeout, self._on_slow) as write:
+                    await write(first)
+                    await self._write_rest(events, write)
+                await send({"type": "http.response.body", "body": b""})
 
-    async def _guarded(self) -> AsyncIterator[str]:
-        """The events; an error after the first one as an event, and the end mark in any case."""
-        started = False
-        async with aclosing(self._events) as events:  # type: ignore[type-var]
-            try:
-                async for event in events:
-                    yield event
-                    started = True
-            except ApiError as error:
-                if not started:
-                    raise
-                yield self._error_event(error)
-        if self._end:
-            yield self._end
-
-    async def _write(self, send: Send, event: str) -> None:
+    async def _write_rest(self, events: AsyncIterator[str], write: Writer) -> None:
+        """An error after the first event is an event, and the end mark comes in any case."""
         try:
-            async with asyncio.timeout(self._write_timeout):
-                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            async for event in events:
+                await write(event)
+        except ApiError as error:
+            await write(self._error_event(error))
+        if self._end:
+            await write(self._end)
+
+
+class Writer:
+    """Writes parts of a body, each in at most `seconds`; else on_slow is told and SlowReaderError ends the block.
+
+    One timer serves all writes, and looks at its clock when it rings: a timer for each would cost more than the write.
+    """
+
+    def __init__(self, send: Send, seconds: float, on_slow: Callable[[], None]) -> None:
+        self._send, self._seconds, self._on_slow = send, seconds, on_slow
+        self._loop = asyncio.get_running_loop()
+        self._limit = asyncio.timeout(None)
+        self._begun: float | None = None
+
+    async def __call__(self, part: str) -> None:
+        self._begun = self._loop.time()
+        await self._send({"type": "http.response.body", "body": part.encode(), "more_body": True})
+        self._begun = None
+
+    async def __aenter__(self) -> Writer:
+        self._timer = self._loop.call_later(self._seconds, self._look)
+        await self._limit.__aenter__()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        self._timer.cancel()
+        try:
+            await self._limit.__aexit__(*raised)
         except TimeoutError:
-            self._on_slow()
             raise SlowReaderError from None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        due = (now if self._begun is None else self._begun) + self._seconds
+        if due > now:
+            self._timer = self._loop.call_at(due, self._look)
+        else:
+            self._on_slow()
+            self._limit.reschedule(now)
 
 
 def named_event(value: dict[str, Any]) -> str:

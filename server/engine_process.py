@@ -1,7 +1,7 @@
 """EngineProcess: the engine's process and the pipe to it, from spawn to kill.
 
-Knows messages, not what they mean. One reader and one writer thread hold the pipe, so that the event loop neither
-blocks in send nor wakes more than once for a step.
+Knows messages, not what they mean. The pipe is a transport of the event loop, which neither blocks in send nor wakes
+more than once for a step: a thread that read it woke a second time and handed the interpreter lock over for each token.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-import queue
 import signal
+import socket
+import struct
 import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import cast
 
 from server.engine.messages import EngineConfig, FromEngine, Shutdown, ToEngine
+from server.engine.wire import from_bytes, to_bytes
 
 EngineMain = Callable[[Connection, EngineConfig], None]
 CHILD_ENVIRONMENT = {"GOMP_SPINCOUNT": "4000", "KMP_BLOCKTIME": "1"}
@@ -37,7 +39,7 @@ def run_engine(connection: Connection, config: EngineConfig) -> None:
     run(connection, config)
 
 
-class EngineProcess:
+class EngineProcess(asyncio.Protocol):
     """on_message and on_end (with the reason) are called on the event loop that calls `start`."""
 
     def __init__(
@@ -49,48 +51,85 @@ class EngineProcess:
     ) -> None:
         self._main, self._config = main, config
         self._on_message, self._on_end = on_message, on_end
-        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._frames = Frames()
         self._process: SpawnProcess | None = None
+        self._transport: asyncio.WriteTransport | None = None
 
-    def start(self) -> None:
+    async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         for name, value in CHILD_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         context = multiprocessing.get_context("spawn")
-        self._pipe, child_end = context.Pipe()
+        pipe, child_end = context.Pipe()
         self._process = context.Process(target=self._main, args=(child_end, self._config), name="ropeway-engine")
         start_deaf(self._process)
         child_end.close()
-        threading.Thread(target=self._read, args=(self._process,), name="ropeway-reader", daemon=True).start()
-        threading.Thread(target=self._write, name="ropeway-writer", daemon=True).start()
+        end = socket.socket(fileno=os.dup(pipe.fileno()))
+        pipe.close()
+        await self._loop.create_unix_connection(lambda: self, sock=end)
 
     def send(self, message: ToEngine) -> None:
         """Never blocks; what is sent before `start` or after the end is lost."""
-        self._outbox.put(message)
-
-    def _read(self, process: SpawnProcess) -> None:
-        try:
-            while True:
-                self._post(self._on_message, self._pipe.recv())
-        except (EOFError, OSError):
-            process.join()
-            self._post(self._on_end, f"the engine process ended unexpectedly ({describe_exit(process.exitcode)})")
-
-    def _post(self, callback: Callable[[Any], None], value: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(callback, value)
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError):  # a broken pipe is noticed, once, by the reader
-            for message in iter(self._outbox.get, None):
-                self._pipe.send(message)
+        if self._transport is not None:
+            self._transport.write(framed(message))
 
     async def end(self, seconds: float) -> None:
         """Ask it to end, kill it after `seconds`."""
         if self._process is not None:
-            self._outbox.put(Shutdown())
-            self._outbox.put(None)
+            self.send(Shutdown())
             await asyncio.to_thread(end_process, self._process, seconds)
+
+    # ---- called by the loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            self._on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The engine process is gone or going; how it ended is known when it has."""
+        self._transport = None
+        threading.Thread(target=self._tell_end, name="ropeway-engine-end", daemon=True).start()
+
+    def _tell_end(self) -> None:
+        assert self._process is not None
+        self._process.join()
+        reason = f"the engine process ended unexpectedly ({describe_exit(self._process.exitcode)})"
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._on_end, reason)
+
+
+LENGTH = struct.Struct("!i")
+"""What multiprocessing.Connection, which the engine process reads and writes with, puts before each message."""
+
+
+def framed(message: ToEngine) -> bytes:
+    content = to_bytes(message)
+    return LENGTH.pack(len(content)) + content
+
+
+class Frames:
+    """Bytes of a pipe, in pieces of any size, as messages."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> list[FromEngine]:
+        """Messages that these bytes complete."""
+        self._held += data
+        start, messages = 0, list[FromEngine]()
+        with memoryview(self._held) as held:
+            while len(held) - start >= LENGTH.size:
+                begin = start + LENGTH.size
+                end = begin + LENGTH.unpack_from(held, start)[0]
+                if end > len(held):
+                    break
+                messages.append(from_bytes(held[begin:end]))
+                start = end
+        del self._held[:start]
+        return messages
 
 
 def start_deaf(process: SpawnProcess) -> None:

@@ -38,6 +38,12 @@ class Delta:
     stop: str | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """It brings text and nothing else."""
+        scored = self.logprobs or self.prompt_logprobs is not None
+        return bool(self.text) and not (self.reasoning or self.calls or self.finish or scored)
+
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
@@ -105,9 +111,8 @@ class Choice:
             delta.prompt_logprobs = [best(entry, self._options.prompt_logprobs) for entry in row.prompt_logprobs]
         if not self._opened:
             self._echo(row, delta)
+        is_over = False
         for position, token in enumerate(row.tokens if not self._options.hide_output else ()):
-            if self._is_over:
-                break
             self.tokens += 1
             delta.tokens.append(token)
             if row.logprobs:
@@ -115,12 +120,14 @@ class Choice:
                 delta.offsets.append(self._base + self._text.decoded_length)
             if token != row.stop_token or position < len(row.tokens) - 1:
                 self._show(self._text.feed(token), delta)
-        if self._is_over:
+                if is_over := self._is_over:
+                    break
+        if is_over:
             self.times = replace(self.times, decode=self.clock.since_first_token())
             self._end("stop", delta)
         elif row.finish is not None:
             self._end(row.finish, delta)
-        return self._is_over and row.finish is None
+        return is_over and row.finish is None
 
     @property
     def _is_over(self) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-NAP = 0.02
-"""Seconds between two looks: 50 a second cost nothing that could be measured."""
+NAP = 0.05
+"""Seconds between two looks. Each wakes the process, which costs as much as a third of a streamed token."""
 
 
 async def watch_loop(observe: Callable[[float], None]) -> None:
     """Runs until cancelled. observe: seconds overslept, 0 or more."""
     loop = asyncio.get_running_loop()
+
     while True:
         due = loop.time() + NAP
         await asyncio.sleep(NAP)

@@ -6,15 +6,16 @@ Knows the engine's statistics and finished requests, no routes. One registry a s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from model.memory import rss_bytes
 from server.client import EngineClient
 from server.engine.messages import EngineInfo, EngineStats, StepOutput
+from server.histogram import Histogram
 
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -226,10 +227,10 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self.success.labels(*self.labels, reason)
 
-    def _histogram(self, name: str, help: str, buckets: Iterable[float]) -> Histogram:
-        family = Histogram(name, help, LABELS, buckets=tuple(buckets), registry=self.registry)
-        child: Histogram = family.labels(*self.labels)
-        return child
+    def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(name, help, dict(zip(LABELS, self.labels, strict=True)), buckets)
+        self.registry.register(histogram)
+        return histogram
 
     def observe_step(self, output: StepOutput) -> None:
         if output.stats.step_tokens:

@@ -42,6 +42,7 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
+        scope["state"]["send_body"] = send
         send = self._watch(send, request_id, is_probe=scope["path"] in self._open)
         scope["state"]["caller"] = self._keys.caller(sent_key(headers))
         refusal = self._refusal(scope, headers)

@@ -12,12 +12,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.disconnect import event_text
+from server.disconnect import dumps, event_text
 from server.generation import Delta, Generation
 from server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from server.schemas import UsageWanted
 from server.token_bytes import TokenBytes
 from server.tool_calls import CallDelta, add_calls
+
+MARK = "\0"
+"""Stands for the text of an event while its surroundings are cut."""
 
 
 def completion_chunk(reply: Reply, delta: Delta) -> list[dict[str, Any]]:
@@ -110,6 +113,7 @@ class Reply:
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     opened: set[int] = field(default_factory=set)
+    _around: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.id = f"{self.format.id_prefix}-{secrets.token_hex(12)}"
@@ -155,30 +159,64 @@ class Reply:
 
     async def events(self, steps: AsyncIterator[list[Delta]]) -> AsyncIterator[str]:
         """Server-sent events, all of a step in one string."""
-        async with aclosing(self.chunks(steps)) as all_chunks:
-            async for chunks in all_chunks:
-                yield "".join(map(event_text, chunks))
-
-    async def chunks(self, steps: AsyncIterator[list[Delta]]) -> AsyncGenerator[list[dict[str, Any]]]:
-        """What a stream sends, step by step. timings come on the last chunk of all."""
-        head = self.head(self.format.chunk_object)
-        running = len(self.generation.choices)
         async with aclosing(steps):  # type: ignore[type-var]
             async for deltas in steps:
-                running -= sum(delta.finish is not None for delta in deltas)
-                chunks = [
-                    head | {"choices": [choice]} | self.chunk_usage()
-                    for delta in deltas
-                    for choice in self.format.chunk(self, delta)
-                ]
-                if chunks and not running:
-                    chunks[-1] |= self.warnings()
-                    if self.usage_wanted == "never":
-                        chunks[-1]["timings"] = timings(self.generation)
-                if chunks:
+                if text := self._plain_text(deltas) or self._step_text(deltas):
+                    yield text
+        if self.usage_wanted != "never":
+            yield event_text(self._usage_chunk())
+
+    def _plain_text(self, deltas: list[Delta]) -> str:
+        """The events of a step that brought text and nothing else, as nearly all do; "" for any other step."""
+        events = []
+        for delta in deltas:
+            around = self._around.get(delta.index)
+            if around is None or not delta.is_plain:
+                return ""
+            events.append(f"{around[0]}{dumps(delta.text)}{around[1]}")
+        return "".join(events)
+
+    def _step_text(self, deltas: list[Delta]) -> str:
+        text = "".join(map(event_text, self._step_chunks(deltas)))
+        if self.usage_wanted != "always":
+            self._around |= {d.index: self._cut(d.index) for d in deltas if d.index not in self._around}
+        return text
+
+    def _cut(self, index: int) -> tuple[str, str]:
+        """What stands before and behind the text in an event of this choice, once it has begun."""
+        [chunk] = self._chunks_of([Delta(index, MARK)])
+        before, _, behind = event_text(chunk).rpartition(dumps(MARK))
+        return before, behind
+
+    async def chunks(self, steps: AsyncIterator[list[Delta]]) -> AsyncGenerator[list[dict[str, Any]]]:
+        """What a stream sends, step by step."""
+        async with aclosing(steps):  # type: ignore[type-var]
+            async for deltas in steps:
+                if chunks := self._step_chunks(deltas):
                     yield chunks
         if self.usage_wanted != "never":
-            yield [head | {"choices": [], "usage": self.usage(), "timings": timings(self.generation)}]
+            yield [self._usage_chunk()]
+
+    def _step_chunks(self, deltas: list[Delta]) -> list[dict[str, Any]]:
+        """timings come on the last chunk of all."""
+        chunks = self._chunks_of(deltas)
+        if chunks and "running" not in self.generation.ends:
+            chunks[-1] |= self.warnings()
+            if self.usage_wanted == "never":
+                chunks[-1]["timings"] = timings(self.generation)
+        return chunks
+
+    def _chunks_of(self, deltas: list[Delta]) -> list[dict[str, Any]]:
+        head = self.head(self.format.chunk_object)
+        return [
+            head | {"choices": [choice]} | self.chunk_usage()
+            for delta in deltas
+            for choice in self.format.chunk(self, delta)
+        ]
+
+    def _usage_chunk(self) -> dict[str, Any]:
+        head = self.head(self.format.chunk_object)
+        return head | {"choices": [], "usage": self.usage(), "timings": timings(self.generation)}
 
 
 def join(total: Delta, delta: Delta) -> None:

@@ -91,7 +91,7 @@ class Service:
 
     def _observe(self, output: StepOutput) -> None:
         self.metrics.observe_step(output)
-        if self.kv is not None:
+        if self.kv is not None and output.kv_delta:
             self.kv.observe(output)
 
     def _show(self, progress: Progress) -> None:

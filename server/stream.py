@@ -22,14 +22,14 @@ class Stream:
         self.is_stopping = False
         self._rows: list[Row] = []
         self._error: Exception | None = None
-        self._wake = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     def push(self, row: Row) -> None:
         self.started = True
         self._rows.append(row)
         if row.finish is not None:
             self.open.discard((row.id, row.choice))
-        self._wake.set()
+        self._wake()
 
     def end(self) -> None:
         """Nothing more is wanted. An error that was raised holds, by its traceback, the stream that holds it."""
@@ -41,7 +41,11 @@ class Stream:
         """End with an error once the rows that are already here have been read."""
         if self._error is None:
             self._error = error
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     @property
     def unread(self) -> int:
@@ -57,7 +61,7 @@ class Stream:
                 raise StopAsyncIteration
             if self._error is not None:
                 raise self._error
-            self._wake.clear()
-            await self._wake.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         rows, self._rows = self._rows, []
         return rows

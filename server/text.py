@@ -25,8 +25,6 @@ class StopFinder:
 
     def feed(self, text: str) -> str:
         """Text that no stop string can claim any more. After a match: what came before it, then nothing."""
-        if not self._stops:
-            return text
         self._held += text
         matches = [(self._held.find(stop), stop) for stop in self._stops]
         complete = [(start + len(stop), start, stop) for start, stop in matches if start >= 0]
@@ -74,7 +72,7 @@ class TextStream:
     ) -> None:
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops = StopFinder(stops)
+        self._stops = StopFinder(stops) if stops else None
         self._include_stop = include_stop
         self._skipped = vocabulary.special - shown if skip_special else frozenset[int]()
         self._leading_spaces = vocabulary.leading_spaces if at_start else 0
@@ -83,20 +81,21 @@ class TextStream:
     @property
     def stop(self) -> str | None:
         """The stop string that ended the text, once there is one."""
-        return self._stops.found
+        return self._stops.found if self._stops is not None else None
 
     def feed(self, token: int) -> str:
         """Text that has become sure with this token; nothing more after a stop string."""
         if self.stop is not None or token in self._skipped:
             return ""
-        return self._through_stops(self._strip(self._decoder.decode(self._vocabulary[token])))
+        text = self._decoder.decode(self._vocabulary[token])
+        return self._through_stops(self._strip(text) if self._leading_spaces else text)
 
     def finish(self) -> str:
         """What was held back. A broken last character is one U+FFFD."""
         if self.stop is not None:
             return ""
         tail = self._through_stops(self._strip(self._decoder.decode(b"", final=True)))
-        return tail if self.stop is not None else tail + self._stops.finish()
+        return tail if self._stops is None or self.stop is not None else tail + self._stops.finish()
 
     def _strip(self, text: str) -> str:
         while text and self._leading_spaces:
@@ -108,6 +107,8 @@ class TextStream:
 
     def _through_stops(self, text: str) -> str:
         self.decoded_length += len(text)
+        if self._stops is None:
+            return text
         sure = self._stops.feed(text)
         return sure + self.stop if self.stop is not None and self._include_stop else sure
 

@@ -32,6 +32,7 @@ from server.engine.messages import (
     Submit,
 )
 from server.engine.startup import build_engine
+from server.engine.wire import from_bytes
 from server.engine.worker import explain, run
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -49,7 +50,7 @@ class Worker:
 
     def receive(self) -> object:
         assert self.conn.poll(LIMIT), "the worker is silent"
-        return self.conn.recv()
+        return from_bytes(self.conn.recv_bytes())
 
     def ready(self) -> Ready:
         while True:

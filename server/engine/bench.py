@@ -10,20 +10,24 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
 from model.kv_cost import KVGroup, KVLayout
 from server.engine.core import Engine
-from server.engine.messages import EngineInfo, SamplingParams, Submit
+from server.engine.messages import EngineInfo, Ready, SamplingParams, Submit
 from server.engine.page_tables import PageTables
 from server.engine.plan import RowResult, SampledToken, StepPlan
 from server.engine.runner import pack
 from server.engine.sampler import sample_batch
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.stream import HostStream
+from server.engine.worker import Worker
 
-VOCAB = 50_000
+VOCAB = 40_000
+WORD = 1000
+"""Any token that has a text."""
 LAYOUT = KVLayout(16, (KVGroup(tuple(range(30)), None, 3, 64, "bfloat16"),))
 
 
@@ -34,7 +38,7 @@ class Instant:
     plan: StepPlan
 
     def collect(self) -> list[RowResult]:
-        return [RowResult([SampledToken(7) for _ in row.samples]) for row in self.plan.rows]
+        return [RowResult([SampledToken(WORD) for _ in row.samples]) for row in self.plan.rows]
 
 
 class InstantRunner:
@@ -49,6 +53,25 @@ class InstantRunner:
         if packed.samples:
             self.sample_batch(packed.samples, VOCAB, HostStream())
         return Instant(plan)
+
+
+class AsleepRunner(InstantRunner):
+    """A forward that takes its time and no CPU."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def launch(self, plan: StepPlan) -> Instant:
+        time.sleep(self._seconds)
+        return super().launch(plan)
+
+
+def run_asleep(connection: Connection, step_seconds: float) -> None:
+    """A whole engine process without a model: server.token_cost puts HTTP in front of it."""
+    engine = build(64, 1024, AsleepRunner(step_seconds))
+    connection.send(Ready(engine.info))
+    Worker(connection, engine).serve()
 
 
 @dataclass
@@ -69,7 +92,7 @@ class Stopwatch:
         return timed
 
 
-def build(sequences: int, context: int) -> Engine:
+def build(sequences: int, context: int, runner: InstantRunner | None = None) -> Engine:
     """An engine whose pool holds every sequence at twice the context."""
     pages = sequences * LAYOUT.pages_for(2 * context) + 1
     limits = Limits(2 * context, sequences, max(2048, sequences))
@@ -80,7 +103,7 @@ def build(sequences: int, context: int) -> Engine:
         kv_bytes_predicted=0, kv_bytes_allocated=0, kv_bytes_resident=0, weights_bytes=0, workspace_bytes=0,
         rss_bytes=0, max_num_seqs=sequences, max_num_batched_tokens=2048, prefix_caching=True, pid=0,
     )  # fmt: skip
-    return Engine(Scheduler(limits, tables), InstantRunner(), info)
+    return Engine(Scheduler(limits, tables), runner or InstantRunner(), info)
 
 
 def measure(sequences: int, context: int, steps: int) -> dict[str, list[float]]:

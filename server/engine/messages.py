@@ -7,7 +7,7 @@ What crosses once a token is a NamedTuple: made three times, and sent and read t
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -166,8 +166,7 @@ class Row(NamedTuple):
     embedding: tuple[float, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(NamedTuple):
     """Counters (since start, only rising) and gauges (now) after a step. Page counts leave out scratch pages.
 
     active + cached + free = pages of all groups. slots_used counts tokens held by active pages,
@@ -277,12 +276,11 @@ KvChange = tuple[int, int, KvEvent, str, str]
 """(group, page, what, id of the request that took or gave it, its tenant)."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """One message a step: everything that happened in it, page changes in order."""
 
     rows: tuple[Row, ...]
-    stats: EngineStats = field(default_factory=EngineStats)
+    stats: EngineStats = EngineStats()
     kv_delta: tuple[KvChange, ...] = ()
 
 

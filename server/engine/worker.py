@@ -9,7 +9,8 @@ import signal
 import sys
 import time
 import traceback
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from selectors import EVENT_READ, DefaultSelector
 
 import torch
 
@@ -18,9 +19,21 @@ from model.safetensors_header import WeightsError
 from server.engine.compiling import Compiling
 from server.engine.core import Engine
 from server.engine.cores import usable_cores
-from server.engine.messages import Abort, Crashed, EngineConfig, Query, Ready, Row, Shutdown, StepOutput, Submit
+from server.engine.messages import (
+    Abort,
+    Crashed,
+    EngineConfig,
+    FromEngine,
+    Query,
+    Ready,
+    Row,
+    Shutdown,
+    StepOutput,
+    Submit,
+)
 from server.engine.runner import is_out_of_memory
 from server.engine.startup import build_engine
+from server.engine.wire import from_bytes, to_bytes
 
 
 class PipeClosedError(Exception):
@@ -47,9 +60,9 @@ def run(conn: Connection, config: EngineConfig) -> None:
         sys.exit(1)
 
 
-def _send(conn: Connection, message: object) -> None:
+def _send(conn: Connection, message: FromEngine) -> None:
     try:
-        conn.send(message)
+        conn.send_bytes(to_bytes(message))
     except (BrokenPipeError, ConnectionResetError) as error:
         raise PipeClosedError from error
 
@@ -79,11 +92,14 @@ class Worker:
         self._engine = engine
         self._compiling = Compiling(engine.grammars) if engine.grammars is not None else None
         self._ends_at: float | None = None  # set once Shutdown came
+        self._readable = DefaultSelector()
+        self._readable.register(conn, EVENT_READ, self._receive)
+        if self._compiling is not None:
+            self._readable.register(self._compiling.wake, EVENT_READ, self._add_compiled)
 
     def serve(self) -> None:
         while self._ends_at is None or (self._has_work and time.monotonic() < self._ends_at):
-            self._drain_pipe()
-            self._add_compiled()
+            self._take_in()
             if self._engine.has_work:
                 _send(self._conn, self._engine.step())
         self._drop_rest()
@@ -92,25 +108,27 @@ class Worker:
     def _has_work(self) -> bool:
         return self._engine.has_work or bool(self._compiling)
 
-    def _add_compiled(self) -> None:
-        for submit in self._compiling.take() if self._compiling else ():
-            self._engine.add(submit)
-
-    def _wait(self) -> None:
-        """Sleep until there is a message or a compiled grammar, at most until the deadline of a shutdown."""
+    def _take_in(self) -> None:
+        """Handle all that has come; wait for something (at most until a shutdown's end) if there is nothing to do."""
         seconds = None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
-        wait([self._conn, *([self._compiling.wake] if self._compiling else [])], seconds)
+        if self._engine.has_work:
+            seconds = 0.0
+        while ready := self._readable.select(seconds):
+            for key, _ in ready:
+                key.data()
+            seconds = 0.0
 
-    def _drain_pipe(self) -> None:
-        """Handle every message that waits; wait for one if there is nothing else to do."""
-        if not self._engine.has_work:
-            self._wait()
-        while self._conn.poll(0):
-            try:
-                message = self._conn.recv()
-            except (EOFError, ConnectionResetError) as error:
-                raise PipeClosedError from error
-            self._handle(message)
+    def _receive(self) -> None:
+        try:
+            message = from_bytes(self._conn.recv_bytes())
+        except (EOFError, ConnectionResetError) as error:
+            raise PipeClosedError from error
+        self._handle(message)
+
+    def _add_compiled(self) -> None:
+        assert self._compiling is not None
+        for submit in self._compiling.take():
+            self._engine.add(submit)
 
     def _handle(self, message: object) -> None:
         match message:

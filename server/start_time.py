@@ -1,0 +1,65 @@
+"""Where the time of a start goes: python -m server.start_time [MODEL] [--rounds 5] [serve's options].
+
+Starts `ropeway serve`, asks for a chat's first token as soon as the server is ready, ends it, and again. Knows
+processes and HTTP only; the phases are those that the server itself shows in /metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from http.client import HTTPConnection, HTTPResponse
+from statistics import median
+from urllib.parse import urlsplit
+
+PHASE = re.compile(r'^ropeway_startup_seconds\{.*phase="(\w+)"\} (\S+)', re.MULTILINE)
+POLL_SECONDS = 0.02
+BODY = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 1}
+
+
+def request(host: str, path: str, body: object = None) -> HTTPResponse:
+    connection = HTTPConnection(host)
+    text = None if body is None else json.dumps(body)
+    connection.request("GET" if body is None else "POST", path, text, {"Content-Type": "application/json"})
+    return connection.getresponse()
+
+
+def start(arguments: list[str]) -> dict[str, float]:
+    """Seconds from the command to each event, and the seconds that the server's phases took."""
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "server", "serve", *arguments, "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        host = urlsplit(re.findall(r"listening on ([^,]+),", process.stdout.readline())[0]).netloc
+        times = {"listening": time.monotonic() - begun}
+        while request(host, "/readyz").status != 200 and process.poll() is None:
+            time.sleep(POLL_SECONDS)
+        times["ready"] = time.monotonic() - begun
+        answer = request(host, "/v1/chat/completions", BODY)
+        assert answer.status == 200, answer.read()
+        times["first answer"] = time.monotonic() - begun
+        phases = PHASE.findall(request(host, "/metrics").read().decode())
+        return times | {f"  {name}": float(seconds) for name, seconds in phases}
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m server.start_time", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    given, arguments = parser.parse_known_args()
+    rounds = [start(arguments) for _ in range(given.rounds)]
+    print(f"seconds from the command, median of {given.rounds} starts")
+    for name in rounds[0]:
+        print(f"{name:<14}{median(times[name] for times in rounds):>7.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
