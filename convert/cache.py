@@ -17,7 +17,6 @@ from convert.canonical import is_canonical
 from convert.errors import ConvertError
 from convert.formats.gguf_parts import part_files
 from convert.json_file import read_json
-from convert.pipeline import convert as run_conversion
 from convert.report import CONVERTER_VERSION, REPORT_FILE
 
 READ_BYTES = 4 << 20
@@ -38,12 +37,24 @@ def ensure_canonical(
         raise ConvertError("no such file or folder", path)
     cache = cache_dir or default_cache()
     folder = cache / cache_key(path)
-    if folder.exists() and damage_of(folder) is None:
+    if is_whole(folder):
         return folder
+    from convert.pipeline import convert as run_conversion
+
     make_writable(cache)
     remove_damaged(folder, progress)
     run_conversion(path, folder, progress=_Percent(progress))
     return folder
+
+
+def cached(path: Path) -> Path | None:
+    """The conversion of a file in the default cache, if it is there and whole. Loads nothing that converts."""
+    folder = default_cache() / cache_key(path)
+    return folder if is_whole(folder) else None
+
+
+def is_whole(folder: Path) -> bool:
+    return folder.exists() and damage_of(folder) is None
 
 
 def remove_damaged(folder: Path, notice: Callable[[str], None]) -> None:

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from server.command_end import guarded
 
@@ -81,9 +82,16 @@ def main_serve(arguments: list[str]) -> int:
         parser.error(str(error))
     for line in misspelled():
         print(f"ropeway: {line}", file=sys.stderr)
-    from server.serve import serve
+    from server.engine_process import end_process, spawn_engine
 
-    return serve(config)
+    spawned = spawn_engine()
+    try:
+        from server.client import EngineClient
+        from server.serve import serve
+
+        return serve(config, partial(EngineClient, spawned=spawned))
+    finally:
+        end_process(spawned.process, seconds=0)
 
 
 def main_chat(arguments: list[str]) -> int:

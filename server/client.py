@@ -29,7 +29,7 @@ from server.engine.messages import (
     StepOutput,
     Submit,
 )
-from server.engine_process import EngineMain, EngineProcess, run_engine
+from server.engine_process import EngineMain, EngineProcess, Spawned, run_engine
 from server.stream import Stream
 
 MAX_UNREAD_ROWS = 4096
@@ -76,7 +76,10 @@ class Throughput:
 class EngineClient:
     """Owns the engine process. All methods belong to the event loop that called `start`."""
 
-    def __init__(self, config: EngineConfig, engine_main: EngineMain = run_engine) -> None:
+    def __init__(
+        self, config: EngineConfig, engine_main: EngineMain = run_engine, spawned: Spawned | None = None
+    ) -> None:
+        """spawned: the process to use, if it runs already."""
         self.config = config
         self.stats = EngineStats()
         self.info: EngineInfo | None = None
@@ -85,7 +88,7 @@ class EngineClient:
         self.on_death: Callable[[str], None] = lambda text: None
         self.on_step: Callable[[StepOutput], None] = lambda output: None
         self.last_heard = time.monotonic()
-        self._process = EngineProcess(engine_main, config, self._receive, self._die)
+        self._process = EngineProcess(engine_main, config, self._receive, self._die, spawned)
         self._streams: dict[str, Stream] = {}
         self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._query_ids = itertools.count()

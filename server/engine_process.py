@@ -18,7 +18,7 @@ from collections.abc import Callable
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import cast
+from typing import NamedTuple, cast
 
 from server.engine.messages import EngineConfig, FromEngine, Shutdown, ToEngine
 from server.engine.wire import from_bytes, to_bytes
@@ -39,6 +39,36 @@ def run_engine(connection: Connection, config: EngineConfig) -> None:
     run(connection, config)
 
 
+class Spawned(NamedTuple):
+    """A process that waits for its config, and the end of the pipe to it."""
+
+    process: SpawnProcess
+    pipe: Connection
+
+
+def spawn_engine(main: EngineMain = run_engine) -> Spawned:
+    """Needs no config, so that torch loads while the model is looked for and this process loads what HTTP needs."""
+    for name, value in CHILD_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    context = multiprocessing.get_context("spawn")
+    pipe, child_end = context.Pipe()
+    process = context.Process(target=enter, args=(main, child_end), name="ropeway-engine")
+    start_deaf(process)
+    child_end.close()
+    return Spawned(process, pipe)
+
+
+def enter(main: EngineMain, connection: Connection) -> None:
+    """First lines of the spawned process."""
+    if main is run_engine:
+        import server.engine.worker  # noqa: F401
+    try:
+        config = connection.recv()
+    except EOFError:  # the other end is gone before it knew what to serve
+        return
+    main(connection, config)
+
+
 class EngineProcess(asyncio.Protocol):
     """on_message and on_end (with the reason) are called on the event loop that calls `start`."""
 
@@ -48,8 +78,9 @@ class EngineProcess(asyncio.Protocol):
         config: EngineConfig,
         on_message: Callable[[FromEngine], None],
         on_end: Callable[[str], None],
+        spawned: Spawned | None = None,
     ) -> None:
-        self._main, self._config = main, config
+        self._main, self._config, self._spawned = main, config, spawned
         self._on_message, self._on_end = on_message, on_end
         self._frames = Frames()
         self._process: SpawnProcess | None = None
@@ -57,19 +88,17 @@ class EngineProcess(asyncio.Protocol):
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        for name, value in CHILD_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        context = multiprocessing.get_context("spawn")
-        pipe, child_end = context.Pipe()
-        self._process = context.Process(target=self._main, args=(child_end, self._config), name="ropeway-engine")
-        start_deaf(self._process)
-        child_end.close()
+        self._process, pipe = self._spawned or spawn_engine(self._main)
         end = socket.socket(fileno=os.dup(pipe.fileno()))
         pipe.close()
         await self._loop.create_unix_connection(lambda: self, sock=end)
+        self._write(self._config)
 
     def send(self, message: ToEngine) -> None:
         """Never blocks; what is sent before `start` or after the end is lost."""
+        self._write(message)
+
+    def _write(self, message: ToEngine | EngineConfig) -> None:
         if self._transport is not None:
             self._transport.write(framed(message))
 
@@ -105,7 +134,7 @@ LENGTH = struct.Struct("!i")
 """What multiprocessing.Connection, which the engine process reads and writes with, puts before each message."""
 
 
-def framed(message: ToEngine) -> bytes:
+def framed(message: ToEngine | EngineConfig) -> bytes:
     content = to_bytes(message)
     return LENGTH.pack(len(content)) + content
 

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from convert.cache import cached, ensure_canonical
 from convert.canonical import needs_conversion
+from convert.demo import demo_model_file
 from convert.errors import ConvertError
 from server.engine.messages import Progress
 from server.engine_process import start_deaf
@@ -28,6 +30,8 @@ async def prepare(model: str | None, on_progress: Callable[[Progress], None]) ->
         return Path(model)
     check_exists(model)
     on_progress(Progress("convert"))
+    if (folder := await asyncio.to_thread(converted_before, model)) is not None:
+        return folder
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=prepare_aside, args=(sender, model), name="ropeway-prepare", daemon=True)
@@ -38,6 +42,15 @@ async def prepare(model: str | None, on_progress: Callable[[Progress], None]) ->
     finally:
         process.kill()
         await asyncio.to_thread(process.join)
+
+
+def converted_before(model: str | None) -> Path | None:
+    """What an earlier start made of a file: no need for a process to find it. Refusals are the other process's."""
+    try:
+        source = demo_model_file() if model is None else Path(model)
+        return cached(source) if source.is_file() else None
+    except (ConvertError, OSError):
+        return None
 
 
 def is_servable(folder: Path) -> bool:
@@ -82,9 +95,6 @@ def prepare_aside(sender: Connection, model: str | None) -> None:
 
 def canonical_folder(model: str | None, on_progress: Callable[[Progress], None]) -> Path:
     """What `prepare` gives, made in this process."""
-    from convert.cache import ensure_canonical
-    from convert.demo import demo_model_file
-
     if model is None:
         source = demo_model_file()
     else:

@@ -5,6 +5,7 @@ Knows no routes: they ask it whether they may work, and for the parts to work wi
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
 import sys
@@ -66,10 +67,9 @@ class Service:
         begun = time.monotonic()
         folder = await self._prepare(self.config.model, self._show)
         self.metrics.engine.phases["convert"] = time.monotonic() - begun
-        self.open_text(folder)
         self.client = self._make_client(self.config.engine_config(str(folder)))
         self.client.on_progress, self.client.on_death = self._show, self.fail
-        info = await self.client.start()
+        info, _ = await asyncio.gather(self.client.start(), asyncio.to_thread(self.open_text, folder))
         self.kv = KvLive(self.client, info, lambda: self.draining or self.failure is not None)
         self.client.on_step = self._observe
         self.set_limits(folder, info)

@@ -16,7 +16,7 @@ PROMPT_TOKENS = 64
 DECODES = 3
 ROUNDS = 7
 ENOUGH_ROUNDS = 3
-ENOUGH_SECONDS = 2.0
+ENOUGH_SECONDS = 0.5
 """Large models take no more than ENOUGH_ROUNDS once this much time has gone."""
 STALL = 3
 """A step that also computes somebody's prompt may take so many times as long as one that decodes alone."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from server.engine.messages import EngineStats, FromEngine, Row, StepOutput, ToEngine
+from server.engine.messages import EngineConfig, EngineStats, FromEngine, Row, StepOutput, ToEngine
 
 
-def to_bytes(message: ToEngine | FromEngine) -> bytes:
+def to_bytes(message: ToEngine | FromEngine | EngineConfig) -> bytes:
     content: Any = message
     if isinstance(message, StepOutput):
         content = tuple(map(tuple, message.rows)), tuple(message.stats), message.kv_delta
