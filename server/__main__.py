@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -84,6 +85,7 @@ def main_serve(arguments: list[str]) -> int:
         print(f"ropeway: {line}", file=sys.stderr)
     from server.engine_process import end_process, spawn_engine
 
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # until the server can heed them
     spawned = spawn_engine()
     try:
         from server.client import EngineClient

@@ -1,4 +1,4 @@
-"""A histogram that is fed once a token: counting costs a tenth of what prometheus_client takes to lock and to check.
+"""A histogram that is fed once a token: it takes a third of the time that prometheus_client's locks and checks take.
 
 Belongs to one thread. Knows numbers and Prometheus' form of them.
 """

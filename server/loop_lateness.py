@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 NAP = 0.05
-"""Seconds between two looks. Each wakes the process, which costs as much as a third of a streamed token."""
+"""Seconds between two looks, each of which wakes the process."""
 
 
 async def watch_loop(observe: Callable[[float], None]) -> None:

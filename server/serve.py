@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -52,6 +53,12 @@ class DrainingServer(uvicorn.Server):
 
     def stop(self) -> None:
         self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+            yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         patience = 0.0 if self._service.draining else self._service.config.drain_timeout
