@@ -163,8 +163,9 @@ class Frames:
 
 def start_deaf(process: SpawnProcess) -> None:
     """Start a child that Ctrl-C in the terminal never reaches, not even before its own first line runs."""
-    resource_tracker.ensure_running()  # its own start would unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    resource_tracker.ensure_running()  # its start unblocks the signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
     finally:
