@@ -15,6 +15,7 @@ from typing import Self
 import torch
 
 from server.engine.messages import SamplingParams, Shutdown, StepOutput, Submit
+from server.engine.wire import from_bytes
 from server.engine.worker import PipeClosedError, Worker
 from tests.gpu.steps import decode_seconds, rig_of
 from tests.gpu.visit import Visit
@@ -53,7 +54,7 @@ class EngineProcess:
         waiting, left = {f"{rows} {index}" for index in range(rows)}, rows
         started, counted = 0.0, 0
         while left:
-            output = self._pipe.recv()
+            output = from_bytes(self._pipe.recv_bytes())
             assert isinstance(output, StepOutput), output
             if not waiting and counted < rows * steps:
                 counted += sum(len(row.tokens) for row in output.rows)
