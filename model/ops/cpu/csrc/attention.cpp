@@ -71,7 +71,7 @@ typename Kind::Word* factors(float* of) {
 
 // ---- one cut of a piece ----------------------------------------------------------------------------------------------
 inline void store_weight(float* s, int j, vf weight, float) { store(s + j, weight); }
-inline void store_weight(float* s, int j, vf weight, uint32_t) { store_f32(reinterpret_cast<bf16*>(s) + j, weight); }
+inline void store_weight(float* s, int j, vf weight, uint32_t) { store(reinterpret_cast<bf16*>(s) + j, rounded(weight)); }
 
 // Scores -> weights 2^(factor * score - top), zero outside the range. MASKED: not every key is inside.
 template <class Kind, bool MASKED>

@@ -96,7 +96,7 @@ static inline vh rounded_portable(vf x) {  // to bf16, to nearest even; a NaN st
     return __builtin_convertvector(x == x ? rounded : vu{} + 0x7fc0, vh);
 }
 
-static inline vh rounded(vf x) {  // the instruction takes what is below 2^-126 for zero
+static inline vh rounded(vf x) {  // for weights of attention: the instruction takes what is below 2^-126 for zero
 #if RW_BF16_DOT
     return (vh)_mm512_cvtneps_pbh(x);
 #else
@@ -104,7 +104,7 @@ static inline vh rounded(vf x) {  // the instruction takes what is below 2^-126 
 #endif
 }
 
-static inline void store_f32(bf16* p, vf x) { store(p, rounded(x)); }
+static inline void store_f32(bf16* p, vf x) { store(p, rounded_portable(x)); }
 
 // The first n < LANES elements, zeros beyond.
 template <class T>
