@@ -156,7 +156,7 @@ def test_a_wrong_prompt_is_named(llm: LLM) -> None:
 
 
 def test_wrong_settings_are_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="LLM has no setting 'port'; there are batch_invariant, device"):
+    with pytest.raises(TypeError, match="LLM has no setting 'port'; there are attention_backend, batch_"):
         LLM(tiny_model("llama"), port=1)
     with pytest.raises(ValueError, match="--device tpu: not one of auto, cpu, cuda"):
         LLM(tiny_model("llama"), device="tpu")
