@@ -14,14 +14,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from server.engine.facts import EngineConfig, EngineInfo, EngineStats
 from server.engine.messages import (
     Abort,
     AbortReason,
     Answer,
     Crashed,
-    EngineConfig,
-    EngineInfo,
-    EngineStats,
     FromEngine,
     Progress,
     Query,

@@ -16,7 +16,7 @@ from typing import Any
 
 from model.kv_cost import DTYPE_ALIASES, DTYPE_BYTES
 from model.sizes import parse_size
-from server.engine.messages import EngineConfig
+from server.engine.facts import EngineConfig
 
 
 def parse_flag(text: str) -> bool:

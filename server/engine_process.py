@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import NamedTuple, cast
 
-from server.engine.messages import EngineConfig, FromEngine, Shutdown, ToEngine
+from server.engine.facts import EngineConfig
+from server.engine.messages import FromEngine, Shutdown, ToEngine
 from server.engine.wire import from_bytes, to_bytes
 
 EngineMain = Callable[[Connection, EngineConfig], None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from server.caller import Caller
-from server.engine.messages import EngineInfo, EngineStats
+from server.engine.facts import EngineInfo, EngineStats
 
 View = dict[str, Any]
 COLUMNS = (

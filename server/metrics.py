@@ -14,7 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from model.memory import rss_bytes
 from server.client import EngineClient
-from server.engine.messages import EngineInfo, EngineStats, StepOutput
+from server.engine.facts import EngineInfo, EngineStats
+from server.engine.messages import StepOutput
 from server.histogram import Histogram
 
 TTFT_BUCKETS = (

@@ -21,8 +21,9 @@ from pydantic import ValidationError
 from tqdm import tqdm
 
 from server.config import ServeConfig
+from server.engine.facts import EngineConfig, EngineInfo
 from server.engine.grammar import Grammars
-from server.engine.messages import Abort, EngineConfig, EngineInfo, Row, TokenLogprob
+from server.engine.messages import Abort, Row, TokenLogprob
 from server.engine_process import CHILD_ENVIRONMENT
 from server.errors import ApiError, from_validation
 from server.generation import Generation

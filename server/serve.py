@@ -24,7 +24,7 @@ from uvicorn.config import LOGGING_CONFIG
 from server.app import create_app
 from server.client import EngineClient
 from server.config import ServeConfig
-from server.engine.messages import EngineInfo
+from server.engine.facts import EngineInfo
 from server.header_timeout import protocol_with
 from server.loop_lateness import watch_loop
 from server.prepare import prepare

@@ -17,7 +17,8 @@ from server.chat_output import OutputStyle
 from server.chat_template import ChatTemplate, load_template
 from server.client import EngineClient, EngineDeadError
 from server.config import ServeConfig
-from server.engine.messages import EngineConfig, EngineInfo, GrammarSpec, Progress, StepOutput
+from server.engine.facts import EngineConfig, EngineInfo
+from server.engine.messages import GrammarSpec, Progress, StepOutput
 from server.errors import ApiError, bad_request
 from server.grammar_check import GrammarCheck
 from server.kv_live import KvLive

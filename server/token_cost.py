@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from server.client import EngineClient
 from server.config import ServeConfig
-from server.engine.messages import EngineConfig
+from server.engine.facts import EngineConfig
 
 ROUNDS = 5
 MESSAGES = [{"role": "user", "content": "Tell me a story"}]

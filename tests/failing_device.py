@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 import torch
 
 from server.engine import worker
+from server.engine.facts import EngineConfig
 from server.engine.launched_step import LaunchedStep
-from server.engine.messages import EngineConfig
 from server.engine.plan import StepPlan
 from server.engine.runner import ModelRunner
 

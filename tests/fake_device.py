@@ -11,7 +11,8 @@ from hashlib import blake2b
 
 from model.kv_cost import KVGroup, KVLayout
 from server.engine.core import Engine
-from server.engine.messages import EngineInfo, Row, SamplingParams, StepOutput, Submit, TokenLogprob
+from server.engine.facts import EngineInfo
+from server.engine.messages import Row, SamplingParams, StepOutput, Submit, TokenLogprob
 from server.engine.page_tables import PageTables
 from server.engine.plan import PlanRow, RowResult, SampledToken, StepPlan
 from server.engine.request import Sequence

@@ -14,13 +14,11 @@ from itertools import cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from server.engine.facts import EngineConfig, EngineInfo, EngineStats
 from server.engine.messages import (
     Abort,
     Answer,
     Crashed,
-    EngineConfig,
-    EngineInfo,
-    EngineStats,
     Progress,
     Query,
     Ready,

@@ -19,7 +19,8 @@ from server.engine import backend
 from server.engine.accelerator import Accelerator, filler_batch, taken_by
 from server.engine.core import Engine
 from server.engine.decode_graphs import Work
-from server.engine.messages import EngineConfig, Progress, SamplingParams, Submit
+from server.engine.facts import EngineConfig
+from server.engine.messages import Progress, SamplingParams, Submit
 from server.engine.pool_size import DEVICE_RESERVE, GRAPH_BYTES, MIB, limits_of, widest_prompts
 from server.engine.runner import is_out_of_memory
 from server.engine.scheduler import Limits

@@ -24,7 +24,7 @@ from model.config import ConfigError
 from model.ops.attention_backends import Attention, FlashAttention3, FlashInfer
 from model.ops.attention_choice import PACKAGES, Served, chosen, obstacle, trial, try_out
 from model.ops.reference import ReferenceOps
-from server.engine.messages import EngineConfig
+from server.engine.facts import EngineConfig
 from server.engine.startup import build_engine
 from tests.attention_packages import PrefillWrapper, flash_attn_with_kvcache
 

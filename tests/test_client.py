@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
-from server.engine.messages import EngineConfig, Row, SamplingParams, Submit
+from server.engine.facts import EngineConfig
+from server.engine.messages import Row, SamplingParams, Submit
 from server.stream import Stream
 from tests import scripted_engine
 from tests.scripted_engine import CRASH, KILL, SILENT

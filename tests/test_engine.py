@@ -27,7 +27,8 @@ from torch import Tensor
 from model.batch import Batch
 from model.decoder import Decoder
 from model.kv_cache import KVCache
-from server.engine.messages import Abort, EngineConfig, GrammarSpec, Pooling, Query, Row, SamplingParams, Submit
+from server.engine.facts import EngineConfig
+from server.engine.messages import Abort, GrammarSpec, Pooling, Query, Row, SamplingParams, Submit
 from server.engine.plan import PlanRow
 from server.engine.request import Request, Sequence
 from server.engine.startup import build_engine

@@ -12,7 +12,8 @@ import torch
 from model.config import load_config
 from model.kv_cache import KVCache
 from model.kv_cost import DTYPE_BYTES, SCALE_BYTES, KVGroup, KVLayout, layout_for
-from server.engine.messages import EngineConfig, EngineInfo, EngineStats, SamplingParams, Submit
+from server.engine.facts import EngineConfig, EngineInfo, EngineStats
+from server.engine.messages import SamplingParams, Submit
 from server.engine.startup import build_engine
 from server.engine.views import kv_summary
 from server.kv_views import summary

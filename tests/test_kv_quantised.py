@@ -20,7 +20,7 @@ from model.kv_cost import SCALE_BYTES, KVGroup, KVLayout
 from model.ops.interface import AttentionTables, LayerKV
 from model.ops.quantised_kv import dequantise, quantise
 from model.ops.reference import ReferenceOps
-from server.engine.messages import EngineConfig
+from server.engine.facts import EngineConfig
 from server.engine.startup import build_engine
 from server.plan.__main__ import main as plan
 from tests.conftest import LiveServer

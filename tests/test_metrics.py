@@ -11,7 +11,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.client import EngineClient
-from server.engine.messages import EngineConfig, EngineStats
+from server.engine.facts import EngineConfig, EngineStats
 from server.metrics import Metrics
 from tests.conftest import LiveServer
 from tests.scripted_engine import NUM_PAGES, info

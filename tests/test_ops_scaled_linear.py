@@ -12,7 +12,7 @@ from torch import Tensor
 from model.config import ConfigError
 from model.ops.quantised_kv import dequantise, quantise
 from model.ops.scaled_linear import CODES, MAX_INT8_INPUTS, ScaledLinear, obstacle
-from server.engine.messages import EngineConfig
+from server.engine.facts import EngineConfig
 from server.engine.startup import build_engine
 
 SHAPES = [(48, 64), (40, 70), (33, 16), (300, 96)]

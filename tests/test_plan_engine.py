@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from server.engine.core import Engine
-from server.engine.messages import EngineConfig, EngineStats, SamplingParams, Submit
+from server.engine.facts import EngineConfig, EngineStats
+from server.engine.messages import SamplingParams, Submit
 from server.engine.startup import build_engine
 from server.plan.source import open_model
 from server.plan.waterfall import Outcome, Scenario, evaluate

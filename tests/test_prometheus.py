@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.client import EngineClient
-from server.engine.messages import EngineConfig
+from server.engine.facts import EngineConfig
 from server.metrics import Metrics
 from tests.conftest import LiveServer, free_port
 from tests.scripted_engine import info

@@ -12,7 +12,8 @@ import torch
 from model.config import ConfigError, load_config
 from model.ops.select import ops_for, why
 from model.weights import load_decoder
-from server.engine.messages import EngineConfig, SamplingParams, Submit
+from server.engine.facts import EngineConfig
+from server.engine.messages import SamplingParams, Submit
 from server.engine.startup import build_engine
 from tests.conftest import ServerFactory
 from tests.fake_device import outputs

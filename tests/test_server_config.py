@@ -10,7 +10,7 @@ import pytest
 
 from model.sizes import parse_size
 from server.config import ServeConfig, add_options, env_name, flag_name, markdown_table, read_config
-from server.engine.messages import EngineConfig
+from server.engine.facts import EngineConfig
 
 
 def read(*flags: str, **environment: str) -> ServeConfig:

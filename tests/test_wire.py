@@ -8,9 +8,9 @@ import prometheus_client
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.engine.facts import EngineStats
 from server.engine.messages import (
     Answer,
-    EngineStats,
     FromEngine,
     Progress,
     RequestUsage,

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from server.engine.facts import EngineConfig
 from server.engine.messages import (
     Abort,
     Answer,
     Crashed,
-    EngineConfig,
     Progress,
     Query,
     Ready,
@@ -175,7 +175,8 @@ def test_ends_when_the_pipe_does(start: Callable[..., Worker], busy: bool) -> No
 
 PARENT = """
 import multiprocessing, sys, time
-from server.engine.messages import EngineConfig, Ready, SamplingParams, Submit
+from server.engine.facts import EngineConfig
+from server.engine.messages import Ready, SamplingParams, Submit
 from server.engine.worker import run
 if __name__ == "__main__":
     spawn = multiprocessing.get_context("spawn")

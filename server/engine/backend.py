@@ -12,7 +12,7 @@ from model.kv_cost import KVLayout
 from model.ops.attention_choice import Served
 from model.ops.interface import Ops
 from model.ops.select import ops_for, quantization_obstacle, why, with_attention
-from server.engine.messages import EngineConfig
+from server.engine.facts import EngineConfig
 
 
 def refuse_unserved(config: EngineConfig) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 from model.kv_cost import KVGroup, KVLayout
 from server.engine.core import Engine
-from server.engine.messages import EngineInfo, Ready, SamplingParams, Submit
+from server.engine.facts import EngineInfo
+from server.engine.messages import Ready, SamplingParams, Submit
 from server.engine.page_tables import PageTables
 from server.engine.plan import RowResult, SampledToken, StepPlan
 from server.engine.runner import pack

@@ -10,12 +10,11 @@ import math
 import time
 from collections.abc import Callable
 
+from server.engine.facts import EngineInfo, EngineStats
 from server.engine.grammar import Grammars, Matcher
 from server.engine.messages import (
     Abort,
     Answer,
-    EngineInfo,
-    EngineStats,
     FinishReason,
     GrammarSpec,
     Query,

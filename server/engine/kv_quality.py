@@ -22,8 +22,9 @@ from model.kv_cost import DTYPE_BYTES, layout_for
 from model.ops.select import ops_for
 from model.weights import load_decoder
 from server.engine.cores import usable_cores
+from server.engine.facts import EngineConfig
 from server.engine.measure import demo_model
-from server.engine.messages import EngineConfig, SamplingParams, Submit
+from server.engine.messages import SamplingParams, Submit
 from server.engine.startup import build_engine
 
 TEXTS, LENGTH = 4, 256

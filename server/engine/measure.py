@@ -23,7 +23,8 @@ from model.batch import Batch
 from model.kv_cache import KVCache
 from server.engine.core import Engine
 from server.engine.cores import usable_cores
-from server.engine.messages import Abort, EngineConfig, SamplingParams, Submit
+from server.engine.facts import EngineConfig
+from server.engine.messages import Abort, SamplingParams, Submit
 from server.engine.startup import build_engine
 from server.loadtest.machine import CpuWatch
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from model.config import ConfigError, ModelConfig
 from model.kv_cost import SCRATCH_PAGES, KVLayout, pages_for_sequences, pages_in_budget
 from model.memory import default_pool_bytes
-from server.engine.messages import EngineConfig
+from server.engine.facts import EngineConfig
 from server.engine.page_tables import PageTables
 from server.engine.scheduler import Limits
 

@@ -40,9 +40,10 @@ from server.engine.backend import (
 from server.engine.core import Engine
 from server.engine.cuda import cuda_accelerator
 from server.engine.decode_graphs import DecodeGraphs, graph_sizes
+from server.engine.facts import EngineConfig, EngineInfo
 from server.engine.grammar import Grammars
 from server.engine.last_tokens import LastTokens
-from server.engine.messages import EngineConfig, EngineInfo, Progress
+from server.engine.messages import Progress
 from server.engine.page_tables import PageTables
 from server.engine.pool_size import (
     DEVICE_RESERVE,

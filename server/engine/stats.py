@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from server.engine.messages import EngineStats
+from server.engine.facts import EngineStats
 from server.engine.plan import StepPlan
 from server.engine.scheduler import Scheduler
 

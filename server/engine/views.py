@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from server.engine.messages import EngineInfo
+from server.engine.facts import EngineInfo
 from server.engine.page_tables import PageTables
 from server.engine.pages import PagePool
 from server.engine.request import Sequence

@@ -9,7 +9,8 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from server.engine.messages import EngineConfig, EngineStats, FromEngine, Row, StepOutput, ToEngine
+from server.engine.facts import EngineConfig, EngineStats
+from server.engine.messages import FromEngine, Row, StepOutput, ToEngine
 
 
 def to_bytes(message: ToEngine | FromEngine | EngineConfig) -> bytes:

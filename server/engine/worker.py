@@ -19,10 +19,10 @@ from model.safetensors_header import WeightsError
 from server.engine.compiling import Compiling
 from server.engine.core import Engine
 from server.engine.cores import usable_cores
+from server.engine.facts import EngineConfig
 from server.engine.messages import (
     Abort,
     Crashed,
-    EngineConfig,
     FromEngine,
     Query,
     Ready,

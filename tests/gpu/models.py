@@ -26,8 +26,8 @@ from model.tensor_shapes import tensor_shapes
 from model.weights import HEAD_QUANTIZATION, load_decoder
 from server.engine.core import Engine
 from server.engine.decode_graphs import DecodeGraphs, graph_sizes
+from server.engine.facts import EngineInfo
 from server.engine.last_tokens import LastTokens
-from server.engine.messages import EngineInfo
 from server.engine.page_tables import PageTables
 from server.engine.pool_size import DEVICE_CHUNK
 from server.engine.runner import ModelRunner
