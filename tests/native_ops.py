@@ -1,15 +1,36 @@
-"""What the tests of the native operations share: random tensors, a tolerance, a number of threads.
+"""What the tests of the native operations share: the library, random tensors, a tolerance, a number of threads.
 
 Knows no operation.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
+
+from model.ops.cpu.build import UnavailableError, find_compiler, find_library
+
+
+def compiler() -> list[str]:
+    """Skips where there is none."""
+    try:
+        return find_compiler()
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+
+
+def native_library() -> Path:
+    """Skips where kernels are off or cannot be built here; a compiler that stumbles over our sources is a failure."""
+    if os.environ.get("ROPEWAY_KERNELS") == "off":
+        pytest.skip("native kernels are off (ROPEWAY_KERNELS=off)")
+    compiler()
+    return find_library()
 
 
 @contextmanager

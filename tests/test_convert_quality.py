@@ -16,17 +16,14 @@ from convert.formats.huggingface import open_huggingface
 from convert.forward import logits
 from convert.quality import TEXT, WINDOW, measure_quality, rounded_to_q8_0, windows_of
 from convert.readings import source_reading
-from model.ops.cpu.build import UnavailableError, find_library
 from tests.conftest import ModelFactory, make_byte_tokenizer
+from tests.native_ops import native_library
 
 
 @pytest.fixture
 def folder(tiny_model: ModelFactory) -> Path:
     """Rows of whole runs of 32 weights, as q8_0 wants them."""
-    try:
-        find_library()
-    except UnavailableError as reason:
-        pytest.skip(str(reason))
+    native_library()
     folder = tiny_model("llama", hidden_size=64, intermediate_size=96, head_dim=16)
     make_byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.ops.cpu.build import UnavailableError, find_library
 from model.ops.cpu.native import CpuOps
 from model.ops.interface import AttentionTables, LayerKV
 from model.ops.reference import ReferenceOps
-from tests.native_ops import close, random, threads
+from tests.native_ops import close, native_library, random, threads
 
 REFERENCE = ReferenceOps()
 DTYPES = (torch.float32, torch.bfloat16)
@@ -27,10 +26,7 @@ def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
     flags = f"{os.environ.get('ROPEWAY_KERNELS_FLAGS', '')} {request.param}".strip()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROPEWAY_KERNELS_FLAGS", flags)
-        try:
-            yield CpuOps(find_library())
-        except UnavailableError as reason:
-            pytest.skip(str(reason))
+        yield CpuOps(native_library())
 
 
 # ---- layer operations ------------------------------------------------------------------------------------------------

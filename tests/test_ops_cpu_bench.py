@@ -13,7 +13,7 @@ from model.ops.cpu.bench import bench_neighbour, neighbour
 from model.ops.cpu.bench_parts import REST, TimedOps, bench_parts
 from model.ops.cpu.bench_report import Clock
 from model.ops.cpu.bench_scene import SHAPES, Model, Shape
-from model.ops.cpu.build import UnavailableError, find_library
+from tests.native_ops import native_library
 
 TINY = Shape(
     "tiny",
@@ -34,10 +34,7 @@ TINY = Shape(
 
 @pytest.fixture(scope="module")
 def ops() -> TimedOps:
-    try:
-        return TimedOps(find_library())
-    except UnavailableError as reason:
-        pytest.skip(str(reason))
+    return TimedOps(native_library())
 
 
 def test_parts_of_a_step_are_counted_and_add_up(ops: TimedOps, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,20 +12,17 @@ from torch import Tensor
 from model.batch import SampleBatch
 from model.kv_cache import KVCache
 from model.kv_cost import SCALE_BYTES, KVGroup, KVLayout
-from model.ops.cpu.build import UnavailableError, find_library
 from model.ops.cpu.native import CpuOps
 from model.ops.interface import Ops
 from model.ops.reference import ReferenceOps
+from tests.native_ops import native_library
 
 REFERENCE = ReferenceOps()
 
 
 @pytest.fixture(scope="module")
 def ops() -> CpuOps:
-    try:
-        return CpuOps(find_library())
-    except UnavailableError as reason:
-        pytest.skip(str(reason))
+    return CpuOps(native_library())
 
 
 def settings(rows: int, num_logprobs: int, seed: int) -> SampleBatch:

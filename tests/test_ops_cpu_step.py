@@ -15,11 +15,10 @@ from model.config import load_config
 from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.kv_cost import layout_for
-from model.ops.cpu.build import UnavailableError, find_library
 from model.ops.cpu.native import CpuOps
 from model.weights import load_decoder
 from tests.conftest import ModelFactory
-from tests.native_ops import threads
+from tests.native_ops import native_library, threads
 from tests.test_decoder import Session, some_tokens
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
@@ -49,10 +48,7 @@ class OneByOne(CpuOps):
 
 @pytest.fixture(scope="module")
 def both() -> tuple[CpuOps, CpuOps]:
-    try:
-        library = find_library()
-    except UnavailableError as reason:
-        pytest.skip(str(reason))
+    library = native_library()
     return CpuOps(library), OneByOne(library)
 
 

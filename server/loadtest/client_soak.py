@@ -1,6 +1,7 @@
 """Does the load generator grow? `python -m server.loadtest.client_soak --minutes 60`: 0 flat, 1 it grows or fails.
 
-A real `ropeway bench` against the mock server, its memory read from /proc all along. Knows nothing of what it measures.
+A real `ropeway bench` against the mock server, its memory read from /proc all along. Short replies, so that within the
+first third the distributions have left their exact part, which may grow. Knows nothing of what is measured.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TOLERANCE = 2 * MIB
 
 @contextmanager
 def mock() -> Iterator[str]:
-    command = [sys.executable, "-m", "server.loadtest.mock", "--port", "0", "--ttft", "0.1", "--gap", "0.01"]
+    command = [sys.executable, "-m", "server.loadtest.mock", "--port", "0", "--ttft", "0.02", "--gap", "0.005"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]
@@ -56,13 +57,13 @@ def main(argv: list[str]) -> int:
     """Runs for as long as asked and prints the memory, its slope and how many requests were measured."""
     parser = argparse.ArgumentParser(prog="python -m server.loadtest.client_soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--users", type=int, default=8, help="streams at once (default 8)")
+    parser.add_argument("--users", type=int, default=16, help="streams at once (default 16)")
     options = parser.parse_args(argv)
     seconds = options.minutes * 60
     with mock() as url, tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
         load = ["--concurrency", str(options.users), "--duration", f"{seconds}s", "--warmup", "0", "--max-lag", "1h"]
-        work = ["--input-len", "16", "--output-len", "32", "--requests", f"{folder}/requests.jsonl"]
+        work = ["--input-len", "16", "--output-len", "8", "--requests", f"{folder}/requests.jsonl"]
         command = [sys.executable, "-m", "server", "bench", url, *load, *work, "--quiet", "--json", str(out)]
         code, samples = watched(command, seconds / SAMPLES)
         requests = json.loads(out.read_text())["runs"][0]["requests"] if code == 0 else {}
