@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, Literal
 
+from server.choice import Delta
 from server.disconnect import named_event
 from server.errors import ApiError
-from server.generation import Delta
 from server.replies import Reply, timings
 
 Kind = Literal["thinking", "text", "tool_use"]

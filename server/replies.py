@@ -12,8 +12,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from server.choice import Delta
 from server.disconnect import dumps, event_text
-from server.generation import Delta, Generation
+from server.generation import Generation
 from server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from server.schemas import UsageWanted
 from server.token_bytes import TokenBytes

@@ -11,9 +11,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from server.choice import Delta
 from server.disconnect import named_event
 from server.errors import ApiError
-from server.generation import Delta
 from server.replies import Reply, timings
 from server.responses_body import ResponsesBody
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from server.offline import LLM, Output
+from server.offline import LLM
+from server.offline_output import Output
 from server.service import StartupError
 from tests.conftest import EOS, REPOSITORY, LiveServer
 

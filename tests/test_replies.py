@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.choice import Delta, PromptText, TextOptions
 from server.disconnect import event_text
 from server.engine.messages import Row, SamplingParams
-from server.generation import Delta, Generation, PromptText, TextOptions
+from server.generation import Generation
 from server.metrics import Metrics
 from server.replies import CHAT, COMPLETION, Format, Reply
 from server.schemas import UsageWanted

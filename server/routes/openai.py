@@ -15,10 +15,11 @@ from starlette.responses import Response
 
 from server.chat_output import ChatOutput, completion_grammar
 from server.chat_template import TemplateRefusedError
+from server.choice import Delta, PromptText, TextOptions, prompt_text
 from server.disconnect import DONE, EventStream, dumps, error_text, unless_disconnected
 from server.engine.messages import GrammarSpec
 from server.errors import ApiError, bad_request
-from server.generation import Delta, Generation, PromptText, TextOptions, prompt_text
+from server.generation import Generation
 from server.replies import CHAT, COMPLETION, Reply
 from server.sampling import sampling_params
 from server.schemas import REASONS, ChatBody, CompletionBody, GenerationBody, fields_without_effect, unknown_fields
