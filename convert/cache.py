@@ -23,12 +23,15 @@ READ_BYTES = 4 << 20
 
 
 def ensure_canonical(
-    path: Path, cache_dir: Path | None = None, progress: Callable[[str], None] = lambda line: None
+    path: Path,
+    cache_dir: Path | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+    needs_tokenizer: bool = False,
 ) -> Path:
     """The folder to serve: `path` itself if it is canonical, else its conversion in the cache, made if need be.
 
     cache_dir: default $ROPEWAY_CACHE, else ~/.cache/ropeway/models. progress gets a line of news, at most one a
-    percent. Raises ConvertError.
+    percent. needs_tokenizer: refuse a source without one before it is converted. Raises ConvertError.
     """
     path = Path(path)
     if path.is_dir() and is_canonical(path):
@@ -39,8 +42,11 @@ def ensure_canonical(
     folder = cache / cache_key(path)
     if is_whole(folder):
         return folder
+    from convert.detect import open_source
     from convert.pipeline import convert as run_conversion
 
+    if needs_tokenizer and "tokenizer.json" not in open_source(path).tokenizer_files():
+        raise ConvertError("no tokenizer in it: put tokenizer.json or tokenizer.model beside the weights", path)
     make_writable(cache)
     remove_damaged(folder, progress)
     run_conversion(path, folder, progress=_Percent(progress))

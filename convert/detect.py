@@ -24,8 +24,7 @@ LONGEST_START = 28  # bytes that tell a format
 
 def open_source(path: Path) -> Source:
     """Recognise `path` (a file or a folder) by its content. Raises ConvertError when no reader knows it."""
-    if not path.exists():
-        raise ConvertError("no such file or folder", path)
+    check_there(path)
     if path.is_dir():
         if is_huggingface(path):
             return open_huggingface(path)
@@ -50,3 +49,12 @@ def open_source(path: Path) -> Source:
         text = f"its numbers are those of a llama2.c file of {nbytes:,} bytes, it has {path.stat().st_size:,}"
         raise ConvertError(f"{text}: copy it again", path)
     raise ConvertError(f"not a checkpoint of a known format (starts with {start[:8]!r})", path, 0)
+
+
+def check_there(path: Path) -> None:
+    """ConvertError for what is not there, and for what can be read once only or never ends."""
+    if not path.exists():
+        hub = f" and no hub id: `ropeway serve {path}` takes those, `hf download {path} --local-dir DIR` fetches one"
+        raise ConvertError(f"no such file or folder{hub if len(path.parts) == 2 else ''}", path)
+    if not path.is_dir() and not path.is_file():
+        raise ConvertError("neither a file nor a folder: a checkpoint is read more than once, save it first", path)

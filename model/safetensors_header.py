@@ -9,7 +9,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 INDEX = "model.safetensors.index.json"
 LONGEST = 100_000_000
@@ -51,11 +51,11 @@ def read_header(path: Path) -> Header:
             raise WeightsError(f"{path.name} is cut short or not safetensors: {size} bytes do not hold its header")
         raw = file.read(length)
     try:
-        rows = json.loads(raw, object_pairs_hook=once)
+        rows = read_object(raw)
         rows.pop("__metadata__", None)
-        entries = {name: _entry(path, row, 8 + length) for name, row in rows.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{path.name} has a broken safetensors header: {error!r}") from None
+        entries = {name: _entry(path, name, row, 8 + length) for name, row in rows.items()}
+    except ValueError as error:
+        raise WeightsError(f"{path.name} has a broken safetensors header: {error}") from None
     return Header(entries, _end(path, entries, 8 + length))
 
 
@@ -67,6 +67,21 @@ def check_size(path: Path, header: Header) -> None:
         raise WeightsError(f"{path.name} has {size} bytes, its header promises {promised}: copy the file again")
 
 
+def read_object(raw: bytes | str) -> dict[str, Any]:
+    """A JSON object without a key twice. Raises ValueError in words of its own."""
+    try:
+        value = json.loads(raw, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise ValueError("not JSON that is sound (nested too deep)") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"not a JSON object but a {type(value).__name__}")
+    return value
+
+
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object whose keys are all different, for json.loads: of two equal ones it would keep the last."""
     found = dict(pairs)
@@ -76,15 +91,21 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(path: Path, row: dict[str, Any], base: int) -> Entry:
-    shape, (begin, end) = tuple(row["shape"]), row["data_offsets"]
-    if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)):
-        raise ValueError(f"{str(row)[:80]} holds what is not a size")
-    if begin > end or not isinstance(row["dtype"], str):
-        raise ValueError(f"{str(row)[:80]} is no tensor")
+def _entry(path: Path, name: str, row: Any, base: int) -> Entry:
+    said = f"tensor {name[:80]!r}, {str(row)[:80]},"
+    if not isinstance(row, dict) or not isinstance(row.get("dtype"), str):
+        raise ValueError(f"{said} has no dtype")
+    shape, span = row.get("shape"), row.get("data_offsets")
+    if not _sizes(shape) or not _sizes(span) or len(span) != 2 or span[0] > span[1]:
+        raise ValueError(f"{said} needs a shape and two data_offsets, all of them whole numbers from 0 up")
+    begin, end = span
     if row["dtype"] in ITEM_BYTES and end - begin != math.prod(shape) * ITEM_BYTES[row["dtype"]]:
-        raise ValueError(f"{str(row)[:80]} does not have the bytes of its shape")
-    return Entry(path, row["dtype"], shape, base + begin, end - begin)
+        raise ValueError(f"{said} does not have the bytes of its shape")
+    return Entry(path, row["dtype"], tuple(shape), base + begin, end - begin)
+
+
+def _sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(isinstance(number, int) and number >= 0 for number in value)
 
 
 def _end(path: Path, entries: dict[str, Entry], base: int) -> int:

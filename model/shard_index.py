@@ -5,12 +5,11 @@ Knows nothing of what is in the files; imports nothing heavy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from model.safetensors_header import WeightsError, once
+from model.safetensors_header import WeightsError, read_object
 
 T = TypeVar("T")
 
@@ -18,13 +17,17 @@ T = TypeVar("T")
 def read_index(path: Path) -> dict[str, str]:
     """Tensor -> file name; every file lies beside the index. Raises WeightsError."""
     try:
-        placed = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)["weight_map"]
-        pairs = [(str(name), file) for name, file in placed.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{path.name} is not an index of files (no weight_map): {error!r}"[:200]) from None
-    for name, file in pairs:
-        if not isinstance(file, str) or not file or Path(file).name != file:
-            raise WeightsError(f"{path.name} places tensor {name} outside the folder: {str(file)[:80]!r}")
+        placed = read_object(path.read_bytes()).get("weight_map")
+    except ValueError as error:
+        raise WeightsError(f"{path.name} is no index of files: {error}") from None
+    if not isinstance(placed, dict):
+        raise WeightsError(f"{path.name} is no index of files: no weight_map of tensors to files")
+    for name, file in placed.items():
+        if not isinstance(file, str):
+            raise WeightsError(f"{path.name} gives tensor {name} {str(file)[:80]}, expected the name of a file")
+        if not file or Path(file).name != file:
+            raise WeightsError(f"{path.name} places tensor {name} outside the folder: {file[:80]!r}")
+    pairs = placed.items()
     files = sorted({file for _, file in pairs})
     missing = [file for file in files if not (path.parent / file).is_file()]
     if missing or not files:

@@ -101,7 +101,9 @@ def canonical_folder(model: str | None, on_progress: Callable[[Progress], None])
         source = Path(model) if Path(model).exists() else download(model)
         if is_servable(source):
             return source
-    return ensure_canonical(source, progress=lambda detail: on_progress(Progress("convert", detail)))
+    return ensure_canonical(
+        source, progress=lambda detail: on_progress(Progress("convert", detail)), needs_tokenizer=True
+    )
 
 
 def download(model: str) -> Path:
@@ -131,4 +133,9 @@ def hub_refusal(model: str, error: Exception) -> str:
     if isinstance(error, errors.RepositoryNotFoundError):
         return f"no model at {model}: neither a path here nor a repository at {hub} (a private one needs HF_TOKEN)"
     reason = (str(error) or type(error).__name__).splitlines()[0]
+    first = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error
+    if isinstance(first, errors.HfHubHTTPError) and first.response.status_code < 500:
+        return f"{hub} answered {first.response.status_code} for {model}: check the name and HF_ENDPOINT"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return f"{model} is not here, and {hub} cannot be reached: check the network and HF_ENDPOINT"
     return f"{model} could not be fetched from {hub} (start again to go on): {reason}"

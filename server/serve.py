@@ -206,8 +206,8 @@ def start_lines(service: Service, info: EngineInfo, url: str) -> list[str]:
         f"ropeway: KV cache {mib(info.kv_bytes_predicted)} predicted, {mib(info.kv_bytes_allocated)} allocated, "
         f"{mib(info.kv_bytes_resident)} resident; "
         f"weights {mib(info.weights_bytes)}; engine process {mib(info.rss_bytes)}",
-        f"ropeway: {name} on {info.device} ({info.backend}, {kind_of_weights(info)}, KV {info.kv_dtype}, "
-        f"{info.threads} threads); "
+        f"ropeway: {name} on {info.device} ({kind_of_weights(info)}, KV {info.kv_dtype}, "
+        f"{info.threads} threads; {info.backend}); "
         f"context {info.max_model_len} tokens, {capacity} tokens in the pool;{defaults} ready at {url}",
         *graph_lines(info),
         *(f"ropeway: warning: {warning}" for warning in info.warnings),

@@ -41,7 +41,7 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Reads tokenizer.json, tokenizer_config.json and the end ids of generation_config.json and config.json."""
         if not (folder / "tokenizer.json").is_file():
-            raise FileNotFoundError(f"{folder} has no tokenizer.json")
+            raise FileNotFoundError(f"{folder} has no tokenizer.json: put one there, or convert again with one")
         return cls(read_json(folder / "tokenizer.json"), read_json(folder / "tokenizer_config.json"), end_ids(folder))
 
     def _make_plain(self, description: dict[str, Any], added: dict[str, Any]) -> tuple[Library, dict[int, int]]:

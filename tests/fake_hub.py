@@ -19,17 +19,23 @@ COMMIT = "a" * 40
 
 @dataclass
 class FakeHub:
-    """folder: the repository org/name. token: who does not send it gets 401. cut: this file ends half-way."""
+    """folder: the repository org/name. token: who does not send it gets 401. cut: this file ends half-way.
+
+    other: a web server that is no hub and knows none of the paths.
+    """
 
     folder: Path
     token: str | None = None
     gated: bool = False
     cut: str | None = None
+    other: bool = False
     url: str = ""
     fetched: list[str] = field(default_factory=list)
 
     def answer(self, method: str, path: str, authorization: str | None) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body."""
+        if self.other:
+            return 404, {}, b""
         if not path.startswith(("/api/models/org/name", "/org/name/resolve/")):
             return 404, {"X-Error-Code": "RepoNotFound"}, b""
         if self.gated:

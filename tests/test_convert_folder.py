@@ -112,6 +112,15 @@ def test_errors_are_one_line_and_exit_1(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(lines) == 2 and "not a checkpoint of a known format" in lines[0] and "no such file" in lines[1]
 
 
+def test_a_source_that_is_none_is_told_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert main_convert([str(tmp_path / "pipe"), str(tmp_path / "out")]) == 1
+    assert main_convert(["org/name", str(tmp_path / "out")]) == 1
+    pipe, hub = capsys.readouterr().err.splitlines()
+    assert "neither a file nor a folder: a checkpoint is read more than once, save it first" in pipe
+    assert "org/name: no such file or folder and no hub id: `ropeway serve org/name` takes those" in hub
+
+
 def test_full_disk_is_told_before_writing(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**6, 10**6, 1000))

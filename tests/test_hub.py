@@ -15,20 +15,22 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests.conftest import REPOSITORY
+from tests.conftest import BASE_CONFIG, REPOSITORY, random_tensors
 from tests.convert_quantisers import CASES
+from tests.convert_sources import write_gguf
 from tests.fake_hub import FakeHub, serving
 from tests.test_convert_quantised import write_quantised
 
 FETCH = """
 import sys
+from convert.errors import ConvertError
 from server.prepare import canonical_folder, check_exists
 from server.service import StartupError
 for model in sys.argv[1:]:
     try:
         check_exists(model)
         print(canonical_folder(model, lambda news: None))
-    except StartupError as error:
+    except (StartupError, ConvertError) as error:
         print("refused:", error)
 """
 
@@ -67,12 +69,16 @@ def test_only_weights_configs_and_tokenizers_are_fetched_and_then_kept(repositor
     kept, missing = fetch(hub, tmp_path, "org/name", "org/other", HF_HUB_OFFLINE="1")
     assert kept == folder and "HF_HUB_OFFLINE forbids to fetch it" in missing
     kept, missing = fetch(hub, tmp_path, "org/name", "org/other")  # the hub is down by now
-    assert kept == folder and "org/other could not be fetched from" in missing
+    assert kept == folder
+    assert (
+        missing == f"refused: org/other is not here, and {hub.url} cannot be reached: check the network and HF_ENDPOINT"
+    )
 
 
-def test_a_quantised_repository_is_converted(tmp_path: Path) -> None:
+def test_a_quantised_repository_is_converted(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     said, quantise = CASES["fp8 blocks"]
     want = write_quantised(tmp_path / "repository", said, quantise)
+    shutil.copy(tiny_model() / "tokenizer.json", tmp_path / "repository")
     with serving(FakeHub(tmp_path / "repository")) as hub:
         [folder] = fetch(hub, tmp_path)
     assert Path(folder).parent == tmp_path / "cache"
@@ -108,3 +114,17 @@ def test_a_repository_without_safetensors(repository: Path, tmp_path: Path) -> N
     with serving(FakeHub(repository)) as hub:
         [refused] = fetch(hub, tmp_path)
     assert "has no config.json with *.safetensors" in refused
+
+
+def test_an_endpoint_that_is_no_hub(repository: Path, tmp_path: Path) -> None:
+    with serving(FakeHub(repository, other=True)) as hub:
+        [refused] = fetch(hub, tmp_path)
+    assert refused == f"refused: {hub.url} answered 404 for org/name: check the name and HF_ENDPOINT"
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_converted(tmp_path: Path) -> None:
+    config = BASE_CONFIG | {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 40}
+    source = write_gguf(tmp_path / "model.gguf", config, random_tensors(config))
+    [refused] = fetch(FakeHub(tmp_path), tmp_path, str(source))
+    advice = "no tokenizer in it: put tokenizer.json or tokenizer.model beside the weights"
+    assert refused == f"refused: {source}: {advice}" and not (tmp_path / "cache").exists()

@@ -155,8 +155,13 @@ def test_a_short_file(cut: int, folder: Path) -> None:
     [
         (b"", "cut short"),
         (b"\xff" * 8, "cut short"),
-        (b"\x02" + bytes(7) + b"[]", "broken safetensors header"),
-        (b"\x02" + bytes(7) + b"x}", "broken safetensors header"),
+        (b"\x02" + bytes(7) + b"[]", r"broken safetensors header: not a JSON object but a list$"),
+        (b"\x02" + bytes(7) + b"x}", r"broken safetensors header: not JSON \(Expecting value at character 0\)$"),
+        (b"\x07" + bytes(7) + b'{"a":1}', r"header: tensor 'a', 1, has no dtype$"),
+        (
+            b"\x2d" + bytes(7) + b'{"a":{"dtype":"U8","shape":[-1,2]}, "b": {} }',
+            r"tensor 'a', .* whole numbers",
+        ),
     ],
 )
 def test_not_safetensors(content: bytes, message: str, folder: Path) -> None:
@@ -210,8 +215,9 @@ def test_a_tensor_that_only_the_index_knows(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", "not an index"),
-        ("[", "not an index"),
+        ("{}", "no index of files: no weight_map of tensors to files$"),
+        ("[", r"no index of files: not JSON \(Expecting value at character 1\)$"),
+        ('{"weight_map": {"a": 7}}', "gives tensor a 7, expected the name of a file$"),
         ('{"weight_map": {"a": "../model.safetensors"}}', "outside the folder"),
     ],
 )

@@ -63,7 +63,7 @@ def read_safetensors(path: Path) -> dict[str, SourceTensor]:
         header = read_header(path)
         check_size(path, header)
     except WeightsError as error:
-        raise ConvertError(str(error), path) from None
+        raise ConvertError(str(error), path.parent) from None
     entries = header.entries.items()
     return {
         name: file_tensor(name, path, entry.dtype, entry.shape, entry.offset, entry.nbytes) for name, entry in entries

@@ -62,5 +62,5 @@ def _read_header(path: Path) -> list[StoredTensor]:
     try:
         entries = read_header(path).entries
     except WeightsError as error:
-        raise ConvertError(str(error), path) from None
+        raise ConvertError(str(error), path.parent) from None
     return [StoredTensor(name, row.shape, FLOATS.get(row.dtype), row.nbytes) for name, row in entries.items()]
