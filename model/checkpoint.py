@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.folder_headers import HARMLESS, check_shape, read_folder
+from model.folder_headers import INVERSE_FREQUENCIES, check_shape, read_folder
 from model.safetensors_header import Entry, WeightsError
 
 
@@ -56,7 +56,7 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Raise WeightsError if a tensor was not used: a checkpoint with more in it is another model."""
-        left = [name for name in self.entries if name not in self.taken and not name.endswith(HARMLESS)]
+        left = [name for name in self.entries if name not in self.taken and not name.endswith(INVERSE_FREQUENCIES)]
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             files = ", ".join(sorted({self.entries[name].path.name for name in left}))

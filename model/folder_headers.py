@@ -10,11 +10,10 @@ from pathlib import Path
 from model.config import ModelConfig
 from model.safetensors_header import INDEX, ITEM_BYTES, Entry, WeightsError, check_size, read_header
 from model.shard_index import read_shards
-from model.tensor_shapes import tensor_shapes
+from model.tensor_shapes import HEAD, tensor_shapes
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-HARMLESS = ".rotary_emb.inv_freq"
-HEAD = "lm_head.weight"  # may be stored where the config ties it
+INVERSE_FREQUENCIES = ".rotary_emb.inv_freq"  # stored by some, computed from the config by all
 
 
 def read_folder(folder: Path) -> dict[str, Entry]:
@@ -39,8 +38,8 @@ def check_entries(entries: dict[str, Entry], config: ModelConfig) -> None:
         if name not in entries:
             raise WeightsError(f"no file holds tensor {name}, which config.json asks for")
         check_shape(name, entries[name], shape)
-    for name, entry in entries.items():
-        if name not in shapes and name != HEAD and not name.endswith(HARMLESS):
+    for name, entry in entries.items():  # the head may be stored where the config ties it
+        if name not in shapes and name != HEAD and not name.endswith(INVERSE_FREQUENCIES):
             raise WeightsError(f"{entry.path.name}: the model has no use for tensor {name}")
 
 

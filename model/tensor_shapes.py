@@ -8,18 +8,19 @@ from __future__ import annotations
 from model.config import ModelConfig
 
 Shape = tuple[int, ...]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Name -> shape ([out, in] for matrices), in the order of the layers."""
     hidden, vocab = config.hidden_size, config.vocab_size
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocab, hidden)}
+    shapes: dict[str, Shape] = {EMBEDDING: (vocab, hidden)}
     layer = _layer(config)
     for index in range(config.num_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (vocab, hidden)
+        shapes[HEAD] = (vocab, hidden)
     return shapes
 
 

@@ -19,12 +19,11 @@ from model.decoder import Decoder
 from model.layers import MLP, Attention, Layer
 from model.ops.interface import Ops, PackedLinear
 from model.rope import cos_sin_table, regime_warnings
+from model.tensor_shapes import EMBEDDING, HEAD
 
 Progress = Callable[[int, int], None]
 """Called with (layers loaded, layers in all)."""
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 HEAD_QUANTIZATION = "int8"
 
 

@@ -1,7 +1,7 @@
 """What GGUF's architecture names and size keys mean in Hugging Face terms: the one table.
 
-Knows nothing of files. An architecture that is not here is refused: a file does not say how
-its channels are paired, so this table must.
+Knows nothing of files. An architecture that is not here is refused: a file does not say how its channels are paired,
+so this table must.
 """
 
 from __future__ import annotations

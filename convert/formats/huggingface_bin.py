@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from convert.canonical import INTERNLM2
 from convert.errors import ConvertError
 from convert.formats.huggingface import tokenizer_texts
 from convert.formats.huggingface_config import with_defaults
 from convert.formats.huggingface_leftovers import leftovers
-from convert.formats.internlm2 import MODEL_TYPE as INTERNLM2
 from convert.formats.internlm2 import internlm2_source
 from convert.formats.torch_pickle import read_torch, state_tensors
 from convert.json_file import read_json

@@ -13,14 +13,13 @@ import numpy as np
 
 from convert.errors import ConvertError
 from convert.source import SourceTensor
-
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-ROPE_TABLE = "rotary_emb.inv_freq"
+from model.folder_headers import INVERSE_FREQUENCIES
+from model.tensor_shapes import EMBEDDING, HEAD
 
 
 def leftovers(folder: Path, config: Mapping[str, Any], table: Mapping[str, SourceTensor]) -> dict[str, str]:
     """Name -> reason. Raises ConvertError for a head of its own beside tie_word_embeddings: one of them is wrong."""
-    unused = {name: "RoPE table, recomputed" for name in table if name.endswith(ROPE_TABLE)}
+    unused = {name: "RoPE table, recomputed" for name in table if name.endswith(INVERSE_FREQUENCIES)}
     if config.get("tie_word_embeddings") is not True or HEAD not in table or EMBEDDING not in table:
         return unused
     if not np.array_equal(table[HEAD].read(), table[EMBEDDING].read()):

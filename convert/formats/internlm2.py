@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from convert.canonical import INTERNLM2
 from convert.formats.fused import split_qkv
 from convert.formats.huggingface_config import with_defaults
 from convert.formats.huggingface_leftovers import leftovers
 from convert.served_model import served_model
 from convert.source import ConfigEntry, Source, SourceTensor
 
-MODEL_TYPE = "internlm2"
 GLOBAL_NAMES = {
     "model.tok_embeddings.weight": "model.embed_tokens.weight",
     "model.norm.weight": "model.norm.weight",
@@ -53,7 +53,7 @@ def internlm2_source(
             derived |= split_qkv(tensor, target, model.num_heads, model.num_kv_heads, model.head_dim, by_group=True)
     dropped = leftovers(folder, {}, table)
     return Source(
-        path=folder, format=MODEL_TYPE, architecture=MODEL_TYPE, pairing="split_half", config=config, names=names,
+        path=folder, format=INTERNLM2, architecture=INTERNLM2, pairing="split_half", config=config, names=names,
         table=table, raw=raw, derived=derived, dropped=dropped, tokenizer_files=tokenizer_files,
     )  # fmt: skip
 

@@ -42,7 +42,9 @@ class FlashAttention3:
 
 
 @dataclass
-class Plan:
+class Planned:
+    """A wrapper, and the tables that it was last planned for."""
+
     wrapper: Any  # flashinfer.BatchPrefillWithPagedKVCacheWrapper
     tables: AttentionTables | None = None
 
@@ -52,12 +54,12 @@ class FlashInfer:
     """One wrapper a window. A batch is planned on the host, once for all layers that share its tables."""
 
     new_wrapper: Callable[[], Any]
-    plans: dict[int | None, Plan] = field(default_factory=dict)
+    plans: dict[int | None, Planned] = field(default_factory=dict)
 
     def __call__(self, q: Tensor, kv: LayerKV, tables: AttentionTables, scale: float, window: int | None) -> Tensor:
         """q [T, Hq, d] -> [T, Hq * d]; waits for the device where tables are new."""
         if window not in self.plans:
-            self.plans[window] = Plan(self.new_wrapper())
+            self.plans[window] = Planned(self.new_wrapper())
         plan = self.plans[window]
         if plan.tables is not tables:
             plan.wrapper.plan(
