@@ -90,9 +90,8 @@ class EngineProcess(asyncio.Protocol):
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._process, pipe = self._spawned or spawn_engine(self._main)
-        end = socket.socket(fileno=os.dup(pipe.fileno()))
-        pipe.close()
-        await self._loop.create_unix_connection(lambda: self, sock=end)
+        self._pipe = pipe
+        await self._loop.create_unix_connection(lambda: self, sock=socket.socket(fileno=os.dup(pipe.fileno())))
         self._write(self._config)
 
     def send(self, message: ToEngine) -> None:
@@ -119,8 +118,14 @@ class EngineProcess(asyncio.Protocol):
             self._on_message(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The engine process is gone or going; how it ended is known when it has."""
+        """The engine process is gone or going; how it ended is known when it has.
+
+        A transport whose write fails stops reading: what the engine said before it went may still lie in the pipe.
+        """
         self._transport = None
+        with self._pipe, contextlib.suppress(BlockingIOError, ConnectionResetError):
+            while data := os.read(self._pipe.fileno(), REST):
+                self.data_received(data)
         threading.Thread(target=self._tell_end, name="ropeway-engine-end", daemon=True).start()
 
     def _tell_end(self) -> None:
@@ -131,6 +136,7 @@ class EngineProcess(asyncio.Protocol):
             self._loop.call_soon_threadsafe(self._on_end, reason)
 
 
+REST = 1 << 16
 LENGTH = struct.Struct("!i")
 """What multiprocessing.Connection, which the engine process reads and writes with, puts before each message."""
 

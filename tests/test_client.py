@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -212,6 +213,21 @@ def test_a_death_ends_every_stream_and_is_told_once(seed: int, text: str) -> Non
         with pytest.raises(EngineDeadError, match=text):
             await client.query("state")
         assert len(deaths) == 1
+
+    with_client(test)
+
+
+@pytest.mark.fault
+def test_what_a_dying_engine_said_is_read_even_after_a_write_to_it_failed() -> None:
+    async def test(client: EngineClient) -> None:
+        fatal = asyncio.create_task(read(client, submit("fatal", [1], seed=CRASH, max_tokens=10)))
+        await asyncio.sleep(0)  # the task has sent; nothing is read while this test holds the loop
+        for child in multiprocessing.active_children():
+            child.join(20)
+        late = asyncio.create_task(read(client, submit("late", [1])))  # writes before the loop reads again
+        for attempt in (fatal, late):
+            with pytest.raises(EngineDeadError, match="told to crash"):
+                await attempt
 
     with_client(test)
 
