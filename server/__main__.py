@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from server.command_end import guarded
+from server.command_end import guarded, importing
 
 COMMANDS = {
     "serve": "serve a model over HTTP",
@@ -56,14 +56,17 @@ def run_command(command: str, arguments: list[str]) -> int:
     if command == "chat":
         return main_chat(arguments)
     if command == "bench":
-        from server.loadtest.__main__ import main as main_bench
+        with importing(command):
+            from server.loadtest.__main__ import main as main_bench
 
         return main_bench(arguments)
     if command == "plan":
-        from server.plan.__main__ import main as main_plan
+        with importing(command):
+            from server.plan.__main__ import main as main_plan
 
         return main_plan(arguments)
-    from convert.__main__ import main_convert, main_verify
+    with importing(command):
+        from convert.__main__ import main_convert, main_verify
 
     return main_convert(arguments) if command == "convert" else main_verify(arguments)
 

@@ -6,9 +6,12 @@ Knows no command: what each refuses in its own words, it refuses itself.
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 INTERRUPTED = 130  # what shells expect of a process that Ctrl-C ended
 ADVICE = {
@@ -37,6 +40,24 @@ def guarded(command: str, run: Callable[[], int]) -> int:
     except OSError as error:
         print(f"ropeway {command}: {line_of(error)}", file=sys.stderr)
         return 1
+
+
+@contextmanager
+def importing(command: str) -> Iterator[None]:
+    """Ctrl-C ends the process here and now: raised in an import it may be lost, as numpy makes an ImportError of it."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # a background job ignores it
+        yield
+        return
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        os.write(2, f"ropeway {command}: interrupted\n".encode())
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def line_of(error: OSError) -> str:
