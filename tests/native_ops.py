@@ -17,7 +17,7 @@ from torch import Tensor
 from model.ops.cpu.build import UnavailableError, find_compiler, find_library
 
 
-def compiler() -> list[str]:
+def compiler_or_skip() -> list[str]:
     """Skips where there is none."""
     try:
         return find_compiler()
@@ -29,7 +29,7 @@ def native_library() -> Path:
     """Skips where kernels are off or cannot be built here; a compiler that stumbles over our sources is a failure."""
     if os.environ.get("ROPEWAY_KERNELS") == "off":
         pytest.skip("native kernels are off (ROPEWAY_KERNELS=off)")
-    compiler()
+    compiler_or_skip()
     return find_library()
 
 

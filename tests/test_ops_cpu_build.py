@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,10 @@ import pytest
 
 from model.ops.cpu import build
 from model.ops.cpu.build import UnavailableError, find_compiler, find_library
-from tests.native_ops import compiler
+from tests.conftest import REPOSITORY
+from tests.native_ops import compiler_or_skip
 
 SOURCE = 'extern "C" int answer() { return ANSWER; }\n'
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build, "SOURCES", sources)
     monkeypatch.setenv("ROPEWAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("ROPEWAY_KERNELS", raising=False)
-    compiler()
+    compiler_or_skip()
     return sources
 
 
@@ -124,6 +125,11 @@ def test_a_prebuilt_library_is_chosen_by_what_the_cpu_can(
     assert find_library().parent == tmp_path / "cache" / "kernels"
 
 
+def test_the_image_holds_every_library_that_may_be_chosen() -> None:
+    dockerfile = (REPOSITORY / "docker" / "Dockerfile").read_text()
+    assert set(re.findall(r"--march (\S+)", dockerfile)) == set(build.PREBUILT)
+
+
 def test_the_command_builds_for_a_named_cpu(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["build", "--march", "native", "--out", str(tmp_path / "out")])
     assert build.main() == 0
@@ -133,10 +139,7 @@ def test_the_command_builds_for_a_named_cpu(small: Path, tmp_path: Path, monkeyp
 @pytest.mark.slow
 def test_the_operations_are_clean_under_sanitizers(tmp_path: Path) -> None:
     """Address and undefined behaviour: the tests of all operations in a process that has the sanitizers loaded."""
-    try:
-        compiler = find_compiler()
-    except UnavailableError as reason:
-        pytest.skip(str(reason))
+    compiler = compiler_or_skip()
     names = ("libasan.so", "libubsan.so")
     found = [
         subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()

@@ -18,7 +18,7 @@ from torch import Tensor
 from model.ops.cpu.build import UnavailableError
 from model.ops.cpu.native import CpuOps
 from model.ops.cpu.rounding import ROUNDINGS, in_groups, restored_int4, turned
-from tests.native_ops import close, compiler, native_library, random, threads
+from tests.native_ops import close, compiler_or_skip, native_library, random, threads
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = [(1, 1), (31, 7), (33, 35), (49, 1), (50, 333), (96, 1536), (1000, 66), (31, 2050)]  # N, K
@@ -210,6 +210,6 @@ def test_an_unknown_quantization_is_refused(ops: CpuOps) -> None:
 def test_a_library_whose_dot_products_are_wrong_is_refused(tmp_path: Path) -> None:
     source, library = tmp_path / "wrong.cpp", tmp_path / "wrong.so"
     source.write_text('extern "C" int rw_check_dots() { return 0; }\n')
-    subprocess.run([*compiler(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    subprocess.run([*compiler_or_skip(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     with pytest.raises(UnavailableError, match="RW_NO_DOTS"):
         CpuOps(library)

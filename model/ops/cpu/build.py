@@ -26,11 +26,14 @@ SOURCES = Path(__file__).parent / "csrc"
 # No contraction: a product and a sum are rounded alike wherever the compiler inlines them.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-fPIC")
 V3 = frozenset(("avx2", "fma", "bmi1", "bmi2", "f16c"))
+V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 PREBUILT = {
-    "x86-64-v4": V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "cooperlake": V4 | {"avx512_bf16", "avx512_vnni"},
+    "x86-64-v4": V4,
     "x86-64-v3": V3,
 }
-"""CPU flags that a library built ahead of time needs, best first."""
+"""CPU flags that a library built ahead of time needs, best first. cooperlake: the first CPU with both dot products,
+which Zen 4 and Sapphire Rapids have too."""
 
 
 SCRATCH = "unfinished-"
