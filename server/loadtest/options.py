@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from server.loadtest.arrivals import Arrivals, parse_shape
+from server.loadtest.arrivals import parse_shape
 from server.loadtest.contradictions import contradictions, unreadable, unwritable
 from server.loadtest.lengths import FORMS, parse_length
 from server.loadtest.slo import MLPERF, parse_duration, parse_slo
@@ -260,10 +260,6 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add("--requests", type=Path, metavar="FILE", help="a JSON line for every request, written as they end")
     add("--save-trace", type=Path, metavar="FILE", help="write the open-loop schedule and its prompts for --trace")
     add("--quiet", action="store_true", help="no progress line")
-
-
-def arrivals_of(options: argparse.Namespace, rates: tuple[float, float]) -> Arrivals:
-    return Arrivals(*rates, shape=options.arrivals)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
