@@ -7,7 +7,7 @@
 // group's least weight, added behind it. In a panel the group's scales follow its steps, and the minima these.
 #pragma once
 #include "interleave.h"
-#include "panels.h"
+#include "outputs.h"
 #include "round_group.h"
 
 template <class Weights>
@@ -139,40 +139,6 @@ struct GroupedLinear {
         alignas(64) float c[MAX_ROWS * PANEL];
         grouped_tile_of<Weights>(rows, panels)(rounded(packed, rows), weights + panel * panel_bytes(), panel_bytes(),
                                                groups(), ahead, c);
-        int64_t column = int64_t(panel) * PANEL;
-        int columns = columns_of(shape, panel, panels);
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < columns; j += LANES) {
-                vf value = load<vf>(c + r * panels * PANEL + j);
-                if (bias) value += load_at(bias + column, j, columns);
-                store_at(y + (row + r) * shape.n + column, j, columns, value);
-            }
+        put_outputs(shape, row, rows, panel, panels, c, bias, y);
     }
 };
-
-// The arguments of rw_linear_int8 and rw_linear_int4.
-struct RoundedArguments {
-    const void* x;
-    bool x_bf16;
-    const void* weights;
-    const float* bias;
-    void* y;
-    bool y_bf16;
-    Shape shape;
-};
-
-template <class Weights, class X, class Y>
-static void grouped_linear(const RoundedArguments& a) {
-    run(GroupedLinear<Weights, X, Y>{a.shape, static_cast<const uint8_t*>(a.weights), static_cast<const X*>(a.x), a.bias,
-                                     static_cast<Y*>(a.y)});
-}
-
-template <class Weights, class X>
-static void grouped_linear_to(const RoundedArguments& a) {
-    a.y_bf16 ? grouped_linear<Weights, X, bf16>(a) : grouped_linear<Weights, X, float>(a);
-}
-
-template <class Weights>
-static void grouped_linear(const RoundedArguments& a) {
-    a.x_bf16 ? grouped_linear_to<Weights, bf16>(a) : grouped_linear_to<Weights, float>(a);
-}

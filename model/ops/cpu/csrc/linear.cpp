@@ -3,9 +3,9 @@
 // Knows nothing of what a layer means. See tile.h for the order of the sums.
 #include <type_traits>
 
+#include "arguments.h"
 #include "interleave.h"
 #include "operations.h"
-#include "panels.h"
 
 namespace {
 
@@ -34,43 +34,17 @@ struct Linear {
 
     void tile(const uint32_t* packed, int64_t row, int rows, int panel, int panels, Ahead ahead) const {
         alignas(64) float c[MAX_ROWS * PANEL];
-        size_t stride = panels * PANEL;
         far_tile<Kind>(rows, panels)(reinterpret_cast<const typename Kind::Word*>(packed), weights + panel * panel_bytes(),
-                                     panel_bytes(), steps(), ahead, c, stride);
-        int64_t column = int64_t(panel) * PANEL;
-        int columns = columns_of(shape, panel, panels);
-        for (int r = 0; r < rows; r++)
-            for (int j = 0; j < columns; j += LANES) {
-                vf value = load<vf>(c + r * stride + j);
-                if (bias) value += load_at(bias + column, j, columns);
-                store_at(y + (row + r) * shape.n + column, j, columns, value);
-            }
+                                     panel_bytes(), steps(), ahead, c, panels * PANEL);
+        put_outputs(shape, row, rows, panel, panels, c, bias, y);
     }
 };
 
-struct Arguments {
-    Shape shape;
-    const void *x, *weights;
-    const float* bias;
-    void* y;
-};
+template <class X, class Y>
+using OfFloats = Linear<Floats, X, Y>;
 
-template <class Kind, class X, class Y>
-void linear(const Arguments& a) {
-    run(Linear<Kind, X, Y>{a.shape, static_cast<const uint8_t*>(a.weights), static_cast<const X*>(a.x), a.bias,
-                           static_cast<Y*>(a.y)});
-}
-
-template <class Kind, class X>
-void linear_to(const Arguments& a, bool y_bf16) {
-    y_bf16 ? linear<Kind, X, bf16>(a) : linear<Kind, X, float>(a);
-}
-
-template <class X>
-void linear_with(const Arguments& a, bool w_bf16, bool y_bf16) {
-    using Pairs = std::conditional_t<HAS_BF16_DOT && std::is_same_v<X, bf16>, DotPairs, WidenedPairs>;
-    w_bf16 ? linear_to<Pairs, X>(a, y_bf16) : linear_to<Floats, X>(a, y_bf16);
-}
+template <class X, class Y>
+using OfPairs = Linear<std::conditional_t<HAS_BF16_DOT && std::is_same_v<X, bf16>, DotPairs, WidenedPairs>, X, Y>;
 
 }  // namespace
 
@@ -80,7 +54,7 @@ int rw_panel() { return PANEL; }
 
 void rw_linear(const void* x, int x_bf16, const void* w, int w_bf16, const float* bias, void* y, int y_bf16, int64_t m,
                int64_t n, int64_t k) {
-    Arguments a{{m, n, k}, x, w, bias, y};
-    x_bf16 ? linear_with<bf16>(a, w_bf16, y_bf16) : linear_with<float>(a, w_bf16, y_bf16);
+    Arguments a{x, x_bf16 != 0, w, bias, y, y_bf16 != 0, {m, n, k}};
+    w_bf16 ? run_as<OfPairs>(a) : run_as<OfFloats>(a);
 }
 }

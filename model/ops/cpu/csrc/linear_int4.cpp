@@ -2,6 +2,7 @@
 //
 // Knows how a step is multiplied: 8 k of PANEL columns. Byte b of a word holds k = b in its low half and k = 4 + b in its
 // high half, as steps above the group's minimum.
+#include "arguments.h"
 #include "grouped.h"
 #include "operations.h"
 
@@ -41,9 +42,12 @@ struct Nibbles {
     }
 };
 
+template <class X, class Y>
+using Layer = GroupedLinear<Nibbles, X, Y>;
+
 }  // namespace
 
 extern "C" void rw_linear_int4(const void* x, int x_bf16, const void* w, const float* bias, void* y, int y_bf16, int64_t m,
                                int64_t n, int64_t k) {
-    grouped_linear<Nibbles>({x, x_bf16 != 0, w, bias, y, y_bf16 != 0, {m, n, k}});
+    run_as<Layer>({x, x_bf16 != 0, w, bias, y, y_bf16 != 0, {m, n, k}});
 }

@@ -3,6 +3,7 @@
 // Knows how a step is multiplied: 4 k of PANEL columns, a quad of bytes each, all of w + 128.
 #include <type_traits>
 
+#include "arguments.h"
 #include "grouped.h"
 #include "operations.h"
 
@@ -18,9 +19,12 @@ struct Bytes : std::conditional_t<HAS_BYTE_DOT, DotBytes, WidenedBytes> {
     static vi widened(vi sum) { return sum; }
 };
 
+template <class X, class Y>
+using Layer = GroupedLinear<Bytes, X, Y>;
+
 }  // namespace
 
 extern "C" void rw_linear_int8(const void* x, int x_bf16, const void* w, const float* bias, void* y, int y_bf16, int64_t m,
                                int64_t n, int64_t k) {
-    grouped_linear<Bytes>({x, x_bf16 != 0, w, bias, y, y_bf16 != 0, {m, n, k}});
+    run_as<Layer>({x, x_bf16 != 0, w, bias, y, y_bf16 != 0, {m, n, k}});
 }

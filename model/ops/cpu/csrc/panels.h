@@ -5,18 +5,12 @@
 #pragma once
 #include <omp.h>
 
-#include "tile.h"
+#include "outputs.h"
 #include "workspace.h"
 
 constexpr size_t BLOCK_BYTES = 192 << 10;  // of packed rows: stays in the second-level cache beside two panels
 constexpr size_t SLACK = 64;                // words that packing may write behind its last
 constexpr size_t SOON = 2048, LATER = 10240;  // bytes: how far ahead of its use a weight is asked for, twice
-
-struct Shape {
-    int64_t m, n, k;
-
-    int panels() const { return int((n + PANEL - 1) / PANEL); }
-};
 
 // One tile alone runs along with memory: its own panels, a little ahead. Several tiles take turns on a panel that is in
 // the cache by then, while the next panel arrives: each asks for its share of it; half a panel would not fit in the first.
@@ -58,10 +52,4 @@ static void run(const Layer& layer) {
         for (int64_t m = 0; m < s.m && first < last; m += step)
             block(layer, m, int(s.m - m < step ? s.m - m : step), first, last);
     }
-}
-
-// y's columns of panel p and after, so many panels.
-static inline int columns_of(const Shape& s, int panel, int panels) {
-    int64_t left = s.n - int64_t(panel) * PANEL;
-    return int(left < panels * PANEL ? left : panels * PANEL);
 }
