@@ -233,8 +233,9 @@ def test_a_step_that_lacks_memory_is_rerun_by_halves(tiny_model: Callable[..., P
 
 
 @pytest.mark.fault
-def test_who_lacks_memory_alone_is_told_and_the_rest_go_on(tiny_model: Callable[..., Path]) -> None:
-    engine = Setup().engine(tiny_model(), lambda decoder: Narrow(decoder, 8))
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_who_lacks_memory_alone_is_told_and_the_rest_go_on(tiny_model: Callable[..., Path], overlaps: bool) -> None:
+    engine = Setup(overlaps=overlaps).engine(tiny_model(), lambda decoder: Narrow(decoder, 8))
     rows = run(engine, *submits(3, 20, 5))
     assert finishes(rows) == {("r3", 0): "length", ("r20", 0): "error", ("r5", 0): "length"}
     assert "out of memory while computing 20 tokens" in str(next(row.error for row in rows if row.error))

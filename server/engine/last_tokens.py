@@ -30,7 +30,8 @@ class LastTokens:
         return np.array([self._source(row) for row in rows], np.int64)
 
     def _source(self, row: PlanRow) -> int:
-        return self._index[id(row.sequence)] if row.end > len(row.sequence.tokens) else ON_HOST
+        """A sequence that lacked memory in the step before, which nobody has collected yet, has no token: any will do."""
+        return self._index.get(id(row.sequence), ON_HOST) if row.end > len(row.sequence.tokens) else ON_HOST
 
     def feed(self, token_ids: Tensor, source: Tensor) -> Tensor:
         """token_ids [B] i64, source [B] i64 -> token_ids with those that are on the device filled in."""
