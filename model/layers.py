@@ -64,8 +64,11 @@ class Layer:
     mlp: MLP
 
     @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        return self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        linears = (self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down)
         norms = (self.attention_norm, self.mlp_norm, self.attention.q_norm, self.attention.k_norm)
-        return sum(linear.nbytes for linear in linears) + sum(norm.nbytes for norm in norms if norm is not None)
+        return sum(linear.nbytes for linear in self.linears) + sum(norm.nbytes for norm in norms if norm is not None)

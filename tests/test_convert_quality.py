@@ -50,10 +50,14 @@ def test_figures_are_those_of_another_forward(folder: Path) -> None:
     assert math.log(base.perplexity) == pytest.approx(nll, rel=0.05)
 
 
-def test_the_command_prints_a_table_or_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main_verify([str(folder), "--quantization", "int8"]) == 0
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_the_command_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    assert main_verify([str(folder), "--quantization", kind]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == ["bf16", "int8", "q8_0"] and "times q8_0's" in lines[4]
+    assert [line.split()[0] for line in lines[1:4]] == ["bf16", kind, "q8_0"] and "times q8_0's" in lines[4]
+
+
+def test_the_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main_verify([str(folder), "--quantization", "int8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out).keys() == {"base", "own", "q8_0", "kl_over_q8_0"}
 

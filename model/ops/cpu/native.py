@@ -147,6 +147,9 @@ class CpuOps:
     def layers_runner(self, decoder: Decoder, kv: KVCache) -> WholeStep | None:
         """All layers in one call, if every one of them is native."""
         pages = [kv.layer(index) for index in range(len(decoder.layers))]
+        linears = [linear for layer in decoder.layers for linear in layer.linears]
+        if not all(isinstance(linear, (FloatLinear, RoundedLinear)) for linear in linears):
+            return None
         native = all(_both_native(decoder.embedding, layer) for layer in pages)
         return WholeStep(self._native, decoder, kv) if native else None
 
