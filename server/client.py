@@ -219,14 +219,13 @@ class EngineClient:
             case Progress():
                 self.on_progress(message)
             case Answer():
-                if message.id in self._queries:
-                    self._queries[message.id].set_result(message)
+                if (asked := self._queries.get(message.id)) is not None and not asked.done():
+                    asked.set_result(message)
             case Crashed(text):
                 self._die(text)
 
     def _deliver(self, output: StepOutput) -> None:
         self.stats = output.stats
-        self.on_step(output)
         for row in output.rows:
             stream = self._streams.get(row.id)
             if stream is None:
@@ -234,6 +233,7 @@ class EngineClient:
             stream.push(row)
             if stream.unread > MAX_UNREAD_ROWS:
                 self.abort(stream, "slow_reader")
+        self.on_step(output)  # last: a listener that fails costs no row
 
     def _die(self, text: str) -> None:
         """First reason wins: a crash message is followed by the end of the pipe."""
@@ -247,7 +247,8 @@ class EngineClient:
             stream.cut(error)
         self._streams.clear()
         for future in self._queries.values():
-            future.set_exception(error)
+            if not future.done():  # answered in the same breath, or its asker has gone
+                future.set_exception(error)
         self.on_death(text)
 
     async def close(self, seconds: float = 2.0) -> None:

@@ -115,7 +115,11 @@ class EngineProcess(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except Exception as error:  # let through, it would end the transport and with it a healthy engine
+                context = {"message": "a message of the engine could not be handled", "exception": error}
+                self._loop.call_exception_handler(context)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The engine process is gone or going; how it ended is known when it has.

@@ -14,7 +14,7 @@ import pytest
 
 from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
 from server.engine.facts import EngineConfig
-from server.engine.messages import Row, SamplingParams, Submit
+from server.engine.messages import Row, SamplingParams, StepOutput, Submit
 from server.stream import Stream
 from tests import scripted_engine
 from tests.scripted_engine import CRASH, KILL, SILENT
@@ -187,6 +187,42 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
         assert len(await read(client, submit("c", [1], n=2))) == 10
 
     with_client(test, max_num_seqs=1, max_queue=2)
+
+
+@pytest.mark.fault
+def test_a_listener_that_fails_is_told_of_and_costs_no_row() -> None:
+    async def test(client: EngineClient) -> None:
+        told: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context.get("exception")))
+        failure = ValueError("cannot count that")
+
+        def fail(output: StepOutput) -> None:
+            raise failure
+
+        client.on_step = fail
+        assert len(await read(client, submit("a", [1]))) == 5
+        assert len(await read(client, submit("b", [1]))) == 5
+        assert client.failure is None and told and set(told) == {failure}
+
+    with_client(test)
+
+
+@pytest.mark.fault
+def test_an_engine_that_answers_and_dies_in_the_same_breath_is_dead() -> None:
+    async def test(client: EngineClient) -> None:
+        deaths: list[str] = []
+        client.on_death = deaths.append
+        asked = asyncio.create_task(client.query("state"))
+        fatal = asyncio.create_task(read(client, submit("fatal", [1], seed=CRASH, max_tokens=10)))
+        await asyncio.sleep(0)  # both are sent; what comes of it is read at once
+        for child in multiprocessing.active_children():
+            child.join(20)
+        assert await asked
+        with pytest.raises(EngineDeadError, match="told to crash"):
+            await fatal
+        assert len(deaths) == 1
+
+    with_client(test)
 
 
 def test_query_errors_are_told() -> None:
