@@ -30,7 +30,7 @@ class LastTokens:
         return np.array([self._source(row) for row in rows], np.int64)
 
     def _source(self, row: PlanRow) -> int:
-        """A sequence that lacked memory in the step before, which nobody has collected yet, has no token: any will do."""
+        """A sequence that lacked memory in a step not collected yet has no token to hand on: any will do."""
         return self._index.get(id(row.sequence), ON_HOST) if row.end > len(row.sequence.tokens) else ON_HOST
 
     def feed(self, token_ids: Tensor, source: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class Rig:
         """tokens: what the cache holds."""
         dtype = str(decoder.embedding.dtype).removeprefix("torch.")
         layout = layout_for(decoder.config, PAGE_SIZE, dtype)
-        kv = KVCache(layout, (tokens // PAGE_SIZE + 1,) * len(layout.groups), visit.device)
+        kv = KVCache(layout, (-(-tokens // PAGE_SIZE) + 1,) * len(layout.groups), visit.device)
         for storage in kv.storages:
             storage.normal_()
         return cls(visit, decoder, kv, max_num_seqs, max_len, budget)
