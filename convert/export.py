@@ -44,6 +44,7 @@ def export(
     """Write `path` as a `to` checkpoint at `destination` (a folder for meta, else a file) and prove it.
 
     Raises ConvertError where the format cannot hold the model without loss; then nothing is left at `destination`.
+    What another process has made there stays as it is.
     """
     source = open_source(path)
     targets = make_plan(source, dtype)
@@ -51,6 +52,8 @@ def export(
     renamed = [_renamed(source, target, rename, to, adjacent) for target in targets]
     temporary = partial_of(destination)
     with exclusive(destination, notice):
+        if os.path.lexists(destination):
+            raise ConvertError("another process made it meanwhile, of this checkpoint or of another", destination)
         _remove(temporary)
         check_free_disk(destination, sum(target.nbytes for target in targets))
         try:

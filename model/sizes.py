@@ -13,7 +13,7 @@ LEAST_PLAIN = 1000  # a smaller number without a unit is one whose unit was forg
 
 def parse_size(text: str) -> int:
     """Bytes of "2GiB" (1024**3 each), "1.5GB" (1000**3) or a plain "1000000"; ValueError names what was given."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgt])(i?))?(b?)\s*", text.lower())
     size = int(float(match[1]) * (1024 if match[3] else 1000) ** POWERS.index(match[2] or " ")) if match else 0
     if match is None or size < 1:
         raise ValueError(f"{text!r} is not a size from 1 byte up (examples: 2GiB, 512MB, 1000000)")

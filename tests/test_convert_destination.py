@@ -66,9 +66,10 @@ def test_a_refused_conversion_leaves_no_folder_behind(tmp_path: Path, capsys: py
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
-def test_of_two_that_make_one_folder_the_second_is_told(gguf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["hf", "gguf", "meta"])
+def test_of_two_that_make_one_place_the_second_is_told(gguf: Path, tmp_path: Path, to: str) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "server", "convert", str(gguf), str(out)]
+    command = [sys.executable, "-m", "server", "convert", str(gguf), str(out), "--to", to]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
     with exclusive(out, print):
         assert process.stderr is not None
@@ -77,6 +78,7 @@ def test_of_two_that_make_one_folder_the_second_is_told(gguf: Path, tmp_path: Pa
     last = process.communicate(timeout=60)[1]
     assert process.returncode == 1
     assert last.startswith(f"ropeway convert: {out}: another process made it meanwhile, of this checkpoint or of ano")
+    assert list(out.iterdir()) == []
 
 
 @pytest.mark.parametrize("other", ["source", "shard size"])

@@ -71,6 +71,7 @@ def test_sizes(text: str, size: int) -> None:
         (["--device", "tpu"], {}, "--device tpu: not one of auto, cpu, cuda"),
         (["--kv-cache-memory", "2 apples"], {}, "'2 apples' is not a size"),
         (["--kv-cache-memory", "GiB"], {}, "is not a size"),
+        (["--kv-cache-memory", "9" * 400], {}, "is not a size"),
         (["--kv-cache-memory", "2"], {}, "'2' would be 2 bytes: add a unit, as in 2GiB"),
         (["--kv-cache-memory=-5MiB"], {}, "'-5MiB' is not a size from 1 byte up"),
         (["--drain-timeout", "nan"], {}, "--drain-timeout nan: must be at least 0"),

@@ -121,7 +121,7 @@ class Worker:
     def _receive(self) -> None:
         try:
             message = from_bytes(self._conn.recv_bytes())
-        except (EOFError, ConnectionResetError) as error:
+        except (EOFError, OSError) as error:  # OSError: reset, or cut in the middle of a message
             raise PipeClosedError from error
         self._handle(message)
 

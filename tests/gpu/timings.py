@@ -164,13 +164,14 @@ def load(visit: Visit) -> dict[str, Any]:
         prompt = [rng.randrange(rig.decoder.config.vocab_size) for _ in range(rng.randint(low, high))]
         params = SamplingParams(rng.randint(low, high), temperature=0)
         engine.add(Submit(f"r{index}", Submit.pack(prompt), params))
+    bandwidth, matrix_rate = visit.bandwidth, visit.matrix_rate  # measured now, if no section before has asked
     least, tokens, started = 0.0, 0, time.perf_counter()
     weights = rig.weights_read // rig.decoder.embedding.element_size()
     while engine.has_work:
         output = engine.step()
         tokens += sum(len(row.tokens) for row in output.rows)
-        read = step_bytes(rig, output.stats.slots_used) / visit.bandwidth
-        least += max(read, 2 * weights * output.stats.step_tokens / visit.matrix_rate)
+        read = step_bytes(rig, output.stats.slots_used) / bandwidth
+        least += max(read, 2 * weights * output.stats.step_tokens / matrix_rate)
     visit.wait()
     wall = time.perf_counter() - started
     return judged(least / wall, 0.60, tokens_s=round(tokens / wall, 1), seconds_load=round(wall, 2))
