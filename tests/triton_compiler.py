@@ -146,10 +146,10 @@ def layer(
 def rounded_layers() -> None:
     """The launches on either side of a product of 8-bit rows."""
     x, bias = torch.zeros(8, 4096, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.bfloat16)
-    for kind in CODES:
+    for kind, sums in zip(CODES, (torch.int32, torch.float32), strict=True):
         packed = TritonScaledLinear.pack(torch.zeros(512, 4096, dtype=torch.bfloat16), bias, kind)
         packed.rounded(x)
-        packed.rescaled(torch.zeros(32, 512, dtype=torch.int32), torch.zeros(8, 1), torch.bfloat16)
+        packed.rescaled(torch.zeros(32, 512, dtype=sums), torch.zeros(8, 1), torch.bfloat16)
 
 
 def draws() -> SampleBatch:

@@ -3,7 +3,8 @@
 Knows no device: what is not the product is plain torch, which runs on a CPU and is the oracle of a GPU's kernels. A
 weight has one scale per output, a row of inputs one of its own. Sums of int8 are exact integers, whatever kernel a
 library chooses for the number of rows, so a row's result depends on that row alone; sums of e4m3 are rounded in an
-order that the library chooses.
+order that the library chooses. The library only multiplies, into i32 or f32: cuBLAS refuses scales by row of e4m3 for
+long inputs and few rows (pytorch/ao#4582).
 Legend: T rows, K inputs, N outputs, both padded with zeros to multiples of PAD.
 """
 
@@ -39,6 +40,7 @@ class ScaledLinear:
 
     weight: Tensor  # [N, K] int8 or e4m3
     scale: Tensor  # [1, N] f32
+    one: Tensor  # [] f32, the scale that a product itself has
     bias: Tensor | None  # [N], in the dtype of the weights as they came
     out_features: int
 
@@ -53,31 +55,34 @@ class ScaledLinear:
             rows = slice(start, min(start + BLOCK_ROWS, outputs))
             codes[rows, :inputs], scale[0, rows] = quantise(weight[rows], CODES[kind])
         wide_bias = None if bias is None else F.pad(bias, (0, padded(outputs) - outputs))
-        return cls(codes, scale, wide_bias, outputs)
+        return cls(codes, scale, scale.new_ones(()), wide_bias, outputs)
 
     @property
     def nbytes(self) -> int:
-        return self.weight.nbytes + self.scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return self.weight.nbytes + self.scale.nbytes + self.one.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def shares(self, tensor: Tensor) -> bool:
         return False
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """x [T, inputs] -> [T, outputs]. Weights of e4m3 give bf16, widened if more is asked for."""
+        """x [T, inputs] -> [T, outputs]."""
         codes, row_scale = self.rounded(x)
+        return self.rescaled(self._sums(codes), row_scale, out_dtype)
+
+    def _sums(self, codes: Tensor) -> Tensor:
+        """codes [T or more, K] -> [T or more, N], i32 of int8 and f32 of e4m3."""
         if self.weight.dtype == torch.int8:
-            return self.rescaled(torch._int_mm(codes, self.weight.t()), row_scale, out_dtype)
-        by_row = ScalingType.RowWise
-        out = F.scaled_mm(codes, self.weight.t(), row_scale, by_row, self.scale, by_row, bias=self.bias)
-        return out[:, : self.out_features].contiguous().to(out_dtype)
+            return torch._int_mm(codes, self.weight.t())
+        whole = ScalingType.TensorWise
+        return F.scaled_mm(codes, self.weight.t(), self.one, whole, self.one, whole, output_dtype=torch.float32)
 
     def buffer(self, x: Tensor) -> Tensor:
-        """For the codes of x [T, inputs]: at least LEAST_ROWS of int8, of which those behind T mean nothing."""
-        rows = max(x.shape[0], LEAST_ROWS) if self.weight.dtype == torch.int8 else x.shape[0]
+        """For the codes of x [T, inputs]: a multiple of PAD, LEAST_ROWS at least; those behind T mean nothing."""
+        rows = max(padded(x.shape[0]), LEAST_ROWS)
         return x.new_empty(rows, self.weight.shape[1], dtype=self.weight.dtype)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, inputs] -> codes [T or LEAST_ROWS, K], scale [T, 1] f32."""
+        """x [T, inputs] -> codes [T or more, K], scale [T, 1] f32."""
         codes = self.buffer(x)
         values, scale = quantise(x, self.weight.dtype)
         codes[: x.shape[0]] = F.pad(values.view(torch.int8), (0, codes.shape[1] - x.shape[1])).view(codes.dtype)
@@ -85,13 +90,13 @@ class ScaledLinear:
         return codes, scale.unsqueeze(1)
 
     def rescaled(self, sums: Tensor, row_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """sums [T or LEAST_ROWS, N] i32, row_scale [T, 1] -> [T, outputs]."""
+        """sums [T or more, N] i32 or f32, row_scale [T, 1] -> [T, outputs]."""
         wide = sums[: len(row_scale)] * row_scale * self.scale
         wide = wide if self.bias is None else wide + self.bias
         return wide[:, : self.out_features].to(out_dtype, memory_format=torch.contiguous_format)
 
 
-def obstacle(kind: str, dtype: torch.dtype, batch_invariant: bool, capability: tuple[int, int]) -> str | None:
+def obstacle(kind: str, batch_invariant: bool, capability: tuple[int, int]) -> str | None:
     """Why a GPU cannot round weights so, and what to do; None if it can. capability: of the chip, (9, 0) for sm_90."""
     if kind not in CODES:
         return f"a GPU rounds weights to {' or '.join(CODES)}; {kind} is for a CPU"
@@ -100,8 +105,6 @@ def obstacle(kind: str, dtype: torch.dtype, batch_invariant: bool, capability: t
     if capability < FP8_CAPABILITY:
         here, least = ("".join(map(str, numbers)) for numbers in (capability, FP8_CAPABILITY))
         return f"products of fp8 need a chip of sm_{least} or later, this one is sm_{here}; use int8"
-    if dtype != torch.bfloat16:
-        return f"products of fp8 are bfloat16, not {str(dtype).removeprefix('torch.')}; use --dtype bfloat16 or int8"
     if batch_invariant:
         return "cuBLAS sums fp8 in an order that goes by the batch, which --batch-invariant excludes; use int8"
     return None

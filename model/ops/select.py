@@ -43,7 +43,7 @@ def quantization_obstacle(
     """Why weights cannot be rounded so on a device, and what to do; None if they can."""
     if ops.name == "triton":
         capability = torch.cuda.get_device_capability(device)
-        return scaled_linear.obstacle(kind, dtype, batch_invariant, capability)
+        return scaled_linear.obstacle(kind, batch_invariant, capability)
     if ops.name == "reference":
         needed = "native CPU kernels" if device.type == "cpu" else "Triton kernels"
         return f"needs the {needed}; here are {why(device)}"

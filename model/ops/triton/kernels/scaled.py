@@ -32,7 +32,7 @@ def round_rows_kernel(
 
 @triton.jit
 def rescale_kernel(
-    sums,  # [T or more, PITCH] i32
+    sums,  # [T or more, PITCH] i32 or f32
     row_scale,  # [T] f32
     scale,  # [PITCH] f32
     bias,  # [PITCH]
