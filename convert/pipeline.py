@@ -104,6 +104,7 @@ def _prove(folder: Path, source: Source, targets: list[Target], progress: Progre
         done += 1
         progress("proving", done, total)
 
+    progress("proving", 0, total)  # the embedding comes before the first layer, and is the largest of all
     proof = prove(folder, source, is_lossless(targets), on_layer)
     progress("proving", total, total)
     return proof
