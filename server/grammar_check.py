@@ -35,6 +35,9 @@ class Verdict:
     error: str | None = None
 
 
+TOO_COMPLEX = Verdict(error=f"the grammar is too complex: it took more than {SECONDS:g} s to prepare; simplify it")
+
+
 class GrammarCheck:
     """The process is started by the first grammar, one at a time is tried, verdicts are kept."""
 
@@ -60,16 +63,18 @@ class GrammarCheck:
         return spec if verdict.text is None else replace(spec, text=verdict.text)
 
     async def _ask(self, text: str) -> Verdict:
-        connection = self._connection or await self._start()
+        """Whoever leaves before the answer, its client having gone, ends the process: the next one would read it."""
+        verdict = None
         try:
+            connection = self._connection or await self._start()
             await asyncio.to_thread(connection.send, text)
-            if await asyncio.to_thread(connection.poll, SECONDS):
-                verdict: Verdict = connection.recv()
-                return verdict
+            verdict = await answer(connection, SECONDS)
         except (EOFError, OSError):
-            pass  # the grammar ended the process: no better than one that takes too long
-        self.close()
-        return Verdict(error=f"the grammar is too complex: it took more than {SECONDS:g} s to prepare; simplify it")
+            pass  # the grammar ended the process, or takes too long: no better
+        finally:
+            if verdict is None:
+                self.close()
+        return verdict or TOO_COMPLEX
 
     async def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")
@@ -79,8 +84,10 @@ class GrammarCheck:
         )
         self._process.start()
         child_end.close()
-        if await asyncio.to_thread(self._connection.poll, START_SECONDS):
-            self._connection.recv()
+        try:
+            await answer(self._connection, START_SECONDS)
+        except (EOFError, OSError) as error:
+            raise RuntimeError("the process that tries grammars out did not start") from error
         return self._connection
 
     def close(self) -> None:
@@ -88,6 +95,14 @@ class GrammarCheck:
             self._process.kill()
             self._process.join()
         self._process = self._connection = None
+
+
+async def answer(connection: Connection, seconds: float) -> Verdict:
+    """TimeoutError if it takes longer, EOFError if none will come."""
+    if not await asyncio.to_thread(connection.poll, seconds):
+        raise TimeoutError
+    verdict: Verdict = connection.recv()
+    return verdict
 
 
 def serve(connection: Connection, folder: Path, vocab_size: int) -> None:
