@@ -8,7 +8,7 @@ TORCH := "torch>=2.11,<2.14"
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install test test-slow test-clients test-browser test-triton test-sanitizers bench-cpu bench-ui check format clean
+.PHONY: help demo install test test-slow test-clients test-browser test-triton test-sanitizers bench-cpu bench-ui bench-engine soak check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -74,8 +74,8 @@ bench-ui: $(VENV)/.browser ## Scripting time of one update of the page at 10,000
 	$(BIN)/python -m tests.bench_ui
 
 bench-engine: $(VENV)/.demo ## The engine's promises about time, each with its limit; wants a quiet machine
-	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-4000} $(BIN)/python -m server.engine.measure all
-	$(BIN)/python -m server.engine.bench
+	@$(BIN)/python -m server.engine.bench; phases=$$?; \
+	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-4000} $(BIN)/python -m server.engine.measure all && exit $$phases
 
 soak: $(VENV)/.demo ## An hour of random traffic; fails if a process grows
 	$(BIN)/python -m server.loadtest.soak --minutes 60

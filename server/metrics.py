@@ -32,7 +32,7 @@ REASONS = {
     413: "body_too_large", 415: "encoding", 429: "queue_full", 499: "client_gone", 500: "fault", 503: "not_ready",
 }  # fmt: skip
 """Why a request was refused, by the status it got."""
-PHASES = ("convert", "load", "allocate", "warm_up")
+PHASES = ("convert", "kernels", "load", "allocate", "warm_up")
 disable_created_metrics()  # type: ignore[no-untyped-call]
 LABELS = ["model_name", "engine"]
 

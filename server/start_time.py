@@ -1,16 +1,19 @@
-"""Where the time of a start goes: python -m server.start_time [MODEL] [--rounds 5] [serve's options].
+"""Where the time of a start goes: python -m server.start_time [MODEL] [--rounds 5] [--cold] [serve's options].
 
 Starts `ropeway serve`, asks for a chat's first token as soon as the server is ready, ends it, and again. Knows
-processes and HTTP only; the phases are those that the server itself shows in /metrics.
+processes and HTTP only; the phases are those that the server itself shows in /metrics. The very first start of a
+machine, which compiles the kernels and converts the model, is --cold.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from http.client import HTTPConnection, HTTPResponse
 from statistics import median
@@ -28,11 +31,11 @@ def request(host: str, path: str, body: object = None) -> HTTPResponse:
     return connection.getresponse()
 
 
-def start(arguments: list[str]) -> dict[str, float]:
+def start(arguments: list[str], environment: dict[str, str]) -> dict[str, float]:
     """Seconds from the command to each event, and the seconds that the server's phases took."""
     begun = time.monotonic()
     command = [sys.executable, "-m", "server", "serve", *arguments, "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
     try:
         assert process.stdout is not None
         host = urlsplit(re.findall(r"listening on ([^,]+),", process.stdout.readline())[0]).netloc
@@ -50,12 +53,20 @@ def start(arguments: list[str]) -> dict[str, float]:
         process.communicate()
 
 
+def cold_start(arguments: list[str]) -> dict[str, float]:
+    """A start that finds nothing that an earlier one has made."""
+    with tempfile.TemporaryDirectory() as cache:
+        return start(arguments, {"ROPEWAY_CACHE": cache})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m server.start_time", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cold", action="store_true", help="every start with an empty cache")
     given, arguments = parser.parse_known_args()
-    rounds = [start(arguments) for _ in range(given.rounds)]
-    print(f"seconds from the command, median of {given.rounds} starts")
+    rounds = [cold_start(arguments) if given.cold else start(arguments, {}) for _ in range(given.rounds)]
+    kind = "starts with an empty cache" if given.cold else "starts"
+    print(f"seconds from the command, median of {given.rounds} {kind}")
     for name in rounds[0]:
         print(f"{name:<14}{median(times[name] for times in rounds):>7.2f}")
     return 0

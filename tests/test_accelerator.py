@@ -163,7 +163,12 @@ def test_everything_is_recorded_and_tried_before_ready(config: EngineConfig) -> 
     readings = FREE, FREE - STEP, FREE, FREE - DECODE, FREE, FREE, FREE - GRAPHS
     engine = build_engine(config, phases.append, accelerator(recorder, *readings))
     assert engine.info.graphs == len(SIZES) and engine.info.graph_bytes == GRAPHS
-    assert [phase.phase for phase in phases if not phase.detail.endswith("layers")] == ["load", "allocate", "warm_up"]
+    assert [phase.phase for phase in phases if not phase.detail.endswith("layers")] == [
+        "kernels",
+        "load",
+        "allocate",
+        "warm_up",
+    ]
     (line,) = graph_lines(engine.info)
     assert "5 batch sizes" in line and "3.0 MiB" in line
 

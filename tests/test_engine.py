@@ -346,7 +346,7 @@ def test_the_warm_up_leaves_no_trace(tiny_model: Callable[..., Path]) -> None:
     engine = build_engine(config, lambda progress: seen.append(progress.phase))
     stats = engine.step().stats
     assert (stats.steps, stats.generation_tokens, stats.pages_cached, stats.prefix_queries) == (0, 0, 0, 0)
-    assert list(dict.fromkeys(seen)) == ["load", "allocate", "warm_up"]
+    assert list(dict.fromkeys(seen)) == ["kernels", "load", "allocate", "warm_up"]
     assert engine.info.mixed_chunk is not None and engine.info.mixed_chunk >= 32
 
 

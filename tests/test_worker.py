@@ -104,7 +104,7 @@ def test_serves_aborts_answers_and_shuts_down(start: Callable[..., Worker]) -> N
     info = worker.ready().info
     assert info.kv_bytes_predicted == info.kv_bytes_allocated == 1 << 20
     assert 0 < info.kv_bytes_resident <= info.kv_bytes_allocated
-    assert [name for name, _ in info.phases] == ["load", "allocate", "warm_up"]
+    assert [name for name, _ in info.phases] == ["kernels", "load", "allocate", "warm_up"]
     assert info.pid == worker.process.pid and info.threads == 1
 
     worker.submit("one", b"hello")

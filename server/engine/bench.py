@@ -7,6 +7,7 @@ are CPU time of this thread: other processes slow the clock on the wall, not the
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 from model.kv_cost import KVGroup, KVLayout
 from server.engine.core import Engine
 from server.engine.facts import EngineInfo
+from server.engine.measure import Finding
 from server.engine.messages import Ready, SamplingParams, Submit
 from server.engine.page_tables import PageTables
 from server.engine.plan import RowResult, SampledToken, StepPlan
@@ -29,6 +31,8 @@ from server.engine.worker import Worker
 VOCAB = 40_000
 WORD = 1000
 """Any token that has a text."""
+SCHEDULE_MS = 0.5
+"""The most that planning a step of 256 sequences may take."""
 LAYOUT = KVLayout(16, (KVGroup(tuple(range(30)), None, 3, 64, "bfloat16"),))
 
 
@@ -132,8 +136,8 @@ def measure(sequences: int, context: int, steps: int) -> dict[str, list[float]]:
     return watch.laps
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m server.engine.bench", description=__doc__)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=300)
@@ -144,7 +148,12 @@ def main() -> None:
     for phase, seconds in laps.items():
         ordered = sorted(seconds)
         print(f"{phase:<20}{median(ordered) * 1e3:>9.3f}{ordered[int(len(ordered) * 0.99)] * 1e3:>9.3f}")
+    finding = Finding(
+        "milliseconds to schedule a step", median(laps["schedule"]) * 1e3, SCHEDULE_MS, "CPU time, median"
+    )
+    print(finding.line())
+    return 0 if finding.is_met else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -199,7 +199,9 @@ def _warm(machine: Machine, phases: Phases) -> Machine:
 def _assemble(config: EngineConfig, phases: Phases, accelerator: Accelerator | None) -> Machine:
     refuse_unserved(config)
     device = torch.device(best_device() if config.device == "auto" else config.device)
-    folder, ops = Path(config.model), operations(config, device)
+    folder = Path(config.model)
+    with phases.phase("kernels"):
+        ops = operations(config, device)
     if device.type == "cuda" and accelerator is None:
         accelerator = cuda_accelerator(device, can_record=ops.name != "reference")
     model = load_config(folder)
