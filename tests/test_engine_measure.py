@@ -27,7 +27,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("name", MEASURES)
 def test_each_measure_gives_a_figure_beside_its_limit(name: str, tiny_model: Callable[..., Path]) -> None:
     folder = tiny_model("llama", max_position_embeddings=4096)
-    (finding,) = MEASURES[name](EngineConfig(str(folder), device="cpu", kv_cache_memory=16 << 20, threads=1))
+    (finding,) = MEASURES[name](EngineConfig(str(folder), device="cpu", kv_cache_memory=2 << 20, threads=1))
     assert finding.figure < 100 and f"at most {finding.limit:g}" in finding.line()
 
 
