@@ -32,9 +32,11 @@ CPU = torch.device("cpu")
 
 
 @cache
-def decoder_of(folder: Path, reference: bool = False, dtype: str = "float32") -> Decoder:
+def decoder_of(
+    folder: Path, reference: bool = False, dtype: str = "float32", quantization: str | None = None
+) -> Decoder:
     ops = ReferenceOps() if reference else ops_for(CPU)
-    return load_decoder(folder, load_config(folder), ops, CPU, getattr(torch, dtype))
+    return load_decoder(folder, load_config(folder), ops, CPU, getattr(torch, dtype), quantization)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Setup:
     reference: bool = False
     dtype: str = "float32"
     kv_dtype: str | None = None
+    quantization: str | None = None
 
     def engine(
         self, folder: Path, wrap: Callable[[Decoder], Model] = lambda decoder: decoder, ops: Ops | None = None
@@ -62,7 +65,7 @@ class Setup:
 
         ops take the place of the reference operations.
         """
-        decoder, config = decoder_of(folder, self.reference, self.dtype), load_config(folder)
+        decoder, config = decoder_of(folder, self.reference, self.dtype, self.quantization), load_config(folder)
         decoder = decoder if ops is None else replace(decoder, ops=ops)
         layout = layout_for(config, self.page_size, self.kv_dtype or self.dtype)
         kv = KVCache(layout, (self.pages + 1,) * len(layout.groups), CPU)

@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from model.batch import Batch
+from model.decoder import Decoder
+from model.kv_cache import KVCache
+from model.ops.select import ops_for, why
+from server.engine.core import Engine
 from server.engine.messages import Row, SamplingParams, Submit, TokenLogprob
 from tests.real_engine import Setup, run
 
@@ -83,14 +89,26 @@ BACKENDS: dict[str, dict[str, Any]] = {
     "torch": {"reference": True},
     "bfloat16": {"dtype": "bfloat16"},
     "int8 cache": {"kv_dtype": "int8"},
+    "int8 weights": {"quantization": "int8"},
+    "int4 weights": {"quantization": "int4", "dtype": "bfloat16"},
 }
+
+
+def serves(folder: Path, backend: str, setup: Setup | None = None, **how: Any) -> Engine:
+    """An engine of this backend; skips, with the reason, where there are no kernels for its weights."""
+    fields = BACKENDS[backend]
+    if "quantization" in fields and ops_for("cpu").name != "cpu":
+        pytest.skip(f"rounded weights need native kernels; here are {why('cpu')}")
+    return replace(setup or Setup(), **fields).engine(folder, **how)
 
 
 @cache
 def undisturbed(folder: Path, backend: str = "kernels") -> dict[tuple[str, int], Outcome]:
-    alone = replace(Setup(prefix_caching=False), **BACKENDS[backend])
+    alone = Setup(prefix_caching=False)
     return {
-        key: outcome for one in SUBMITS.values() for key, outcome in outcomes(run(alone.engine(folder), one)).items()
+        key: outcome
+        for one in SUBMITS.values()
+        for key, outcome in outcomes(run(serves(folder, backend, alone), one)).items()
     }
 
 
@@ -124,20 +142,49 @@ MATRIX = [
 @pytest.mark.parametrize(("backend", "kind", "name"), MATRIX)
 def test_same_bits(tiny_model: Callable[..., Path], backend: str, kind: str, name: str) -> None:
     folder = tiny_model(kind, **MODELS[kind])
-    engine = replace(DISTURBANCES[name], **BACKENDS[backend]).engine(folder)
+    engine = serves(folder, backend, DISTURBANCES[name])
     assert outcomes(run(engine, *SUBMITS.values())) == undisturbed(folder, backend)
     if "preempted" in name:
         assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize(
-    ("backend", "kind"),
-    [("kernels", kind) for kind in MODELS] + [(other, "llama") for other in BACKENDS if other != "kernels"],
-)
+EACH_ONCE = [("kernels", kind) for kind in MODELS] + [(other, "llama") for other in BACKENDS if other != "kernels"]
+
+
+class Watched:
+    """A decoder, and the most sequences that one of its forwards held."""
+
+    widest = 0
+
+    def around(self, decoder: Decoder) -> Watched:
+        self.decoder = decoder
+        return self
+
+    def hidden(self, batch: Batch, kv: KVCache) -> Tensor:
+        self.widest = max(self.widest, len(batch.kv_lens))
+        return self.decoder.hidden(batch, kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)
+
+
+@pytest.mark.parametrize(("backend", "kind"), EACH_ONCE)
+def test_same_bits_in_a_batch_of_32(tiny_model: Callable[..., Path], backend: str, kind: str) -> None:
+    """The bag twice, so that a forward is as wide as a server's by default."""
+    folder, watched = tiny_model(kind, **MODELS[kind]), Watched()
+    engine = serves(folder, backend, wrap=watched.around)
+    twins = [replace(submit, id=f"twin of {submit.id}") for submit in SUBMITS.values()]
+    alone = undisturbed(folder, backend)
+    wanted = alone | {(f"twin of {name}", choice): outcome for (name, choice), outcome in alone.items()}
+    assert outcomes(run(engine, *SUBMITS.values(), *twins)) == wanted
+    assert watched.widest == 32
+
+
+@pytest.mark.parametrize(("backend", "kind"), EACH_ONCE)
 def test_same_bits_from_a_warm_cache(tiny_model: Callable[..., Path], backend: str, kind: str) -> None:
     """Also waybarrios/vllm-mlx 775: requests one after another corrupted each other on a mixed window/full model."""
     folder = tiny_model(kind, **MODELS[kind])
-    engine = Setup(**BACKENDS[backend]).engine(folder)
+    engine = serves(folder, backend)
     run(engine, *SUBMITS.values())
     hits = engine.scheduler.prefix_hits
     assert outcomes(run(engine, *reversed(SUBMITS.values()))) == undisturbed(folder, backend)
