@@ -101,15 +101,34 @@ def weight_of(key):
 
 
 @triton.jit
+def first_past(amounts, goal, BLOCK: tl.constexpr):
+    """The first place of a block at which the running sum of amounts exceeds goal, as that of all of them does.
+
+    By halving and not by a scan: triton#3017 has wrong results of kernels that scan and sum. The same tree adds every
+    prefix, so that prefixes never fall, and that of the whole block is its sum bit for bit.
+    """
+    place = tl.arange(0, BLOCK)
+    low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + (BLOCK - 1)
+    while low < high:
+        middle = low + (high - low) // 2
+        if tl.sum(tl.where(place <= middle, amounts, 0), 0) > goal:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@triton.jit
 def nth_of(logits, V, top, temperature, wanted, rank, BLOCK: tl.constexpr):
-    """The id of the token with this key that has `rank` such before it."""
+    """The id of the token with this key that has `rank` such before it; the last one, if rounding asked for more."""
     seen, token = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for start in range(0, V, BLOCK):
-        ids, key, _weight = keys_of(logits, start, V, top, temperature, BLOCK)
+        _ids, key, _weight = keys_of(logits, start, V, top, temperature, BLOCK)
         equal = (key == wanted).to(tl.int32)
-        place = seen + tl.cumsum(equal, 0)
-        token = tl.maximum(token, tl.max(tl.where((equal > 0) & (place == rank + 1), ids, 0), 0))
-        seen += tl.sum(equal, 0)
+        here = tl.sum(equal, 0)
+        if (seen <= rank) & (here > 0):
+            token = start + first_past(equal, tl.minimum(rank - seen, here - 1), BLOCK)
+        seen += here
     return token
 
 
@@ -162,13 +181,11 @@ def draw_free(logits, V, top, temperature, point, best, BLOCK: tl.constexpr):
     target = point * total
     running, token = tl.zeros([], tl.float64), tl.zeros([], tl.int32) - 1
     for start in range(0, V, BLOCK):
-        ids, _key, weight = keys_of(logits, start, V, top, temperature, BLOCK)
-        after = running + tl.sum(weight, 0)
-        if (token < 0) & (after > target):
-            passed = (running + tl.cumsum(weight, 0) > target) & (weight > 0)
-            first = tl.min(tl.where(passed, ids, V), 0)
-            token = tl.where(first < V, first, tl.max(tl.where(weight > 0, ids, 0), 0))  # sums of two orders differ
-        running = after
+        _ids, _key, weight = keys_of(logits, start, V, top, temperature, BLOCK)
+        here = tl.sum(weight, 0)
+        if (token < 0) & (here > target - running):
+            token = start + first_past(weight, target - running, BLOCK)
+        running += here
     return tl.where(token < 0, best, token)
 
 
