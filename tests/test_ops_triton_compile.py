@@ -25,10 +25,14 @@ Report = dict[str, Any]
 
 @pytest.fixture(scope="module", params=sorted(SHARED_MEMORY), ids=lambda arch: f"sm_{arch}")
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    return told(tmp_path_factory.mktemp("triton"), str(request.param))
+
+
+def told(cache: Path, *words: str) -> list[Report]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["TRITON_CACHE_DIR"] = str(cache)
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"  # Triton 3.9 warns where nobody chose
-    command = [sys.executable, "-m", "tests.triton_compiler", str(request.param)]
+    command = [sys.executable, "-m", "tests.triton_compiler", *words]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -68,3 +72,10 @@ def test_half_precision_goes_through_matrix_instructions(reports: list[Report]) 
     for report in reports:
         if report["kernel"] in (*ATTENTION, "linear_kernel") and report["case"] != "fp32":
             assert report["products"] > 0, report
+
+
+def test_no_step_of_a_client_compiles_anything(tmp_path: Path) -> None:
+    """Whatever its number of tokens and sequences, and however long they are: the start of a server did it all."""
+    steps = told(tmp_path, "90", "steps")
+    assert sum(len(step["new"]) for step in steps if step["warm_up"]) > 0
+    assert [step for step in steps if step["new"] and not step["warm_up"]] == []

@@ -1,11 +1,13 @@
 """Compiles what the Triton operations would launch, for a chip that is not there, and reports what came out.
 
 Knows no expectations. Launches of the operations are turned into compilations, so that arguments are specialised as
-they would be. `python -m tests.triton_compiler 90` prints a JSON object a kernel; not with TRITON_INTERPRET=1.
+they would be. `python -m tests.triton_compiler 90` prints a JSON object a kernel; with `steps` behind it, one for every
+step of a server: what it compiles that none before it did. Not with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -29,6 +31,8 @@ from model.ops.interface import AttentionTables, LayerKV
 from model.ops.scaled_linear import CODES
 from model.ops.triton.ops import TritonOps
 from model.ops.triton.scaled import TritonScaledLinear
+from server.engine.decode_graphs import graph_sizes
+from server.engine.warm_up import PROMPT_LENGTHS
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PROCESSORS = {80: 108, 90: 132}
@@ -66,7 +70,7 @@ class Report:
     products: int  # matrix instructions
 
 
-def compiled(arch: int, case: str, launch: Callable[[], object]) -> Iterator[Report]:
+def kernels_of(launch: Callable[[], object]) -> list[Any]:
     kernels: list[Any] = []
     original = JITFunction.run
 
@@ -79,8 +83,7 @@ def compiled(arch: int, case: str, launch: Callable[[], object]) -> Iterator[Rep
         launch()
     finally:
         JITFunction.run = original
-    for kernel in kernels:
-        yield report(arch, case, kernel)
+    return kernels
 
 
 def report(arch: int, case: str, kernel: Any) -> Report:
@@ -121,12 +124,16 @@ def cache_of(head_dim: int, dtype: torch.dtype) -> LayerKV:
 
 
 def layer(
-    ops: TritonOps, group: int, head_dim: int, dtype: torch.dtype, cache: torch.dtype, window: int | None
-) -> Callable[[], None]:
-    """A mixed batch through a layer's operations: what prefill, decode and merge need of attention, and the rest."""
-    tokens, width = 4, KV_HEADS * group * head_dim
+    ops: TritonOps, group: int, head_dim: int, dtype: torch.dtype, cache: torch.dtype, window: int | None,
+    tokens: int = 4, sequences: int = 4, max_q: int = 64, max_kv: int = 16384,
+) -> Callable[[], None]:  # fmt: skip
+    """A batch through a layer's operations, a mixed one if nothing is said: prefill, decode and merge, and the rest."""
+    width = KV_HEADS * group * head_dim
     kv, norm = cache_of(head_dim, cache), torch.zeros(head_dim, dtype=dtype)
-    tables = AttentionTables(torch.ones(4, 1024).int(), torch.full((4,), 16).int(), torch.arange(5).int(), 64, 16384)
+    tables = AttentionTables(
+        torch.ones(sequences, -(-max_kv // 16)).int(), torch.full((sequences,), 16).int(),
+        torch.arange(sequences + 1).int(), max_q, max_kv,
+    )  # fmt: skip
     x = torch.zeros(tokens, width, dtype=dtype)
     qkv = torch.zeros(tokens, width + 2 * KV_HEADS * head_dim, dtype=dtype)
     index, angles = torch.zeros(tokens, dtype=torch.int64), torch.zeros(16, head_dim)
@@ -176,12 +183,37 @@ def cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "invariant", layer(invariant, 4, 128, half, half, None)
 
 
-def main() -> None:
-    arch = int(sys.argv[1])
-    driver.set_active(PaperChip(arch))
+def steps() -> Iterator[tuple[bool, dict[str, int]]]:
+    """Whether a server runs it before it is ready, and its shape: recorded decodes, prompts, then steps of clients."""
+    longest = 4096
+    for size in graph_sizes(40):
+        yield True, {"tokens": size, "sequences": size, "max_q": 1, "max_kv": longest}
+    for length in (*PROMPT_LENGTHS, longest):
+        yield True, {"tokens": length, "sequences": 1, "max_q": length, "max_kv": length}
+    for sequences, max_q, max_kv in itertools.product((1, 3, 16, 33), (2, 16, 100), (100, 129, 300, 1000, 4000)):
+        yield False, {"tokens": sequences + max_q, "sequences": sequences, "max_q": max_q, "max_kv": max_kv}
+
+
+def print_steps(arch: int) -> None:
+    seen: set[str] = set()
+    for ops in (TritonOps(False, PROCESSORS[arch]), TritonOps(True, PROCESSORS[arch])):
+        for is_warm_up, shape in steps():
+            kernels = kernels_of(layer(ops, 4, 64, torch.bfloat16, torch.bfloat16, None, **shape))
+            new = {kernel.hash: kernel.metadata.name for kernel in kernels if kernel.hash not in seen}
+            seen |= new.keys()
+            print(json.dumps({"warm_up": is_warm_up, "shape": shape, "new": sorted(new.values())}), flush=True)
+
+
+def print_reports(arch: int) -> None:
     for name, launch in cases(arch):
-        for line in compiled(arch, name, launch):
-            print(json.dumps(asdict(line)), flush=True)
+        for kernel in kernels_of(launch):
+            print(json.dumps(asdict(report(arch, name, kernel))), flush=True)
+
+
+def main() -> None:
+    arch, *words = sys.argv[1:]
+    driver.set_active(PaperChip(int(arch)))
+    (print_steps if words == ["steps"] else print_reports)(int(arch))
 
 
 if __name__ == "__main__":

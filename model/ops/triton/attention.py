@@ -22,6 +22,8 @@ FIXED_SPLIT = 8 * KV_CUT
 """Keys of a split where the result must not depend on the batch."""
 LEAST_SPLIT = 2 * KV_CUT
 """Keys below which a split costs more than it gives."""
+MERGED = 4096
+"""Channels that a merge holds at a time. Nothing is compiled for one number of splits: a step may have any."""
 PROGRAMS_A_PROCESSOR = 2
 STAGES = 5
 """Page ids are fetched a stage ahead of the keys they lead to; that leaves two tiles of keys and values in flight."""
@@ -118,8 +120,8 @@ class PagedAttention:
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(sequences, q.shape[1])](
-                parts, marks, tables.kv_lens, tables.q_starts, out, splits, slots, S=triton.next_power_of_2(splits),
-                num_warps=4, **shared,
+                parts, marks, tables.kv_lens, tables.q_starts, out, splits, slots,
+                S=1 if self.batch_invariant else MERGED // channels, num_warps=4, **shared,
             )  # fmt: skip
 
     def splits(self, programs: int, max_kv: int) -> int:

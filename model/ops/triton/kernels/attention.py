@@ -117,7 +117,7 @@ def merge_kernel(
     LEAST: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Program (sequence, query head): its splits into one row. With SPLIT in index order, else all S at once."""
+    """Program (sequence, query head): its splits into one row, S at a time: with SPLIT one by one, in index order."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(q_starts + sequence)
     if tl.load(q_starts + sequence + 1) - row != 1:
@@ -128,21 +128,17 @@ def merge_kernel(
     channel = tl.arange(0, D)
     inside = channel < HEAD_DIM
     slot = (sequence.to(tl.int64) * tl.num_programs(1) + head) * slots
-    if SPLIT:
-        acc, top, total = tl.zeros([D], tl.float32), tl.full([], LOWEST, tl.float32), tl.zeros([], tl.float32)
-        for index in range(0, count):
-            at = slot + index
-            more = tl.load(parts + at * HEAD_DIM + channel, mask=inside, other=0)
-            acc, top, total = fold((acc, top, total), (more, tl.load(marks + at * 2), tl.load(marks + at * 2 + 1)))
-    else:
-        index = tl.arange(0, S)
+    acc, top, total = tl.zeros([D], tl.float32), tl.full([], LOWEST, tl.float32), tl.zeros([], tl.float32)
+    for begin in range(0, count, S):
+        index = begin + tl.arange(0, S)
         at, present = slot + index, index < count
         tops = tl.load(marks + at * 2, mask=present, other=LOWEST)
-        weights = tl.exp2(tops - tl.max(tops, 0))
-        total = tl.sum(weights * tl.load(marks + at * 2 + 1, mask=present, other=0), 0)
+        highest = tl.max(tops, 0)
+        weights = tl.exp2(tops - highest)
+        sums = tl.sum(weights * tl.load(marks + at * 2 + 1, mask=present, other=0), 0)
         wanted = present[:, None] & inside[None, :]
         pieces = tl.load(parts + at[:, None] * HEAD_DIM + channel[None, :], mask=wanted, other=0)
-        acc = tl.sum(pieces * weights[:, None], 0)
+        acc, top, total = fold((acc, top, total), (tl.sum(pieces * weights[:, None], 0), highest, sums))
     result = acc / tl.maximum(total, 1.0)
     to = (row.to(tl.int64) * tl.num_programs(1) + head) * HEAD_DIM + channel
     tl.store(out + to, rounded(result, out.dtype.element_ty), mask=inside)
