@@ -44,10 +44,15 @@ class CudaMeter:
 
 
 class CudaCapture:
-    """CUDA graphs over one pool of memory: no two of them run at a time, and what they leave is copied out."""
+    """CUDA graphs over one pool of memory: no two of them run at a time, and what they leave is copied out.
+
+    On a stream of its own: where a graph dies, torch frees what libraries use on its stream, and live graphs that were
+    recorded there use that too (pytorch#193402).
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, work: Work) -> Work:
         """Run once, so that kernels are compiled and libraries have their handles; then record.
@@ -58,7 +63,7 @@ class CudaCapture:
         if waits(work):
             return work
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
 
