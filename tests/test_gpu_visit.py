@@ -9,51 +9,126 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.conftest import REPOSITORY
 
 NOT_THERE = ("fastapi", "uvicorn", "starlette", "gguf", "httpx", "llguidance")
 """A machine with a GPU and no network may lack them."""
 
 
-def visit(
-    tmp_path: Path, first: str, *args: str, on_kernels: bool = False
-) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """Run the script; every Python process of it runs the statement `first` before anything else.
+def settings(tmp_path: Path, first: str, *args: str, on_kernels: bool = False) -> dict[str, Any]:
+    """Of a process that runs the script; every Python process of it runs the statement `first` before anything else.
 
     on_kernels: the GPU's, in Triton's interpreter, in place of the reference operations.
     """
     (tmp_path / "sitecustomize.py").write_text(first)
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": str(int(on_kernels))}
-    results = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--tiny", "--json", str(results), *args]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=250)
-    return done, json.loads(results.read_text())
+    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--tiny", "--json", str(results_in(tmp_path))]
+    return {"args": [*command, *args], "cwd": REPOSITORY, "env": environment, "text": True}
+
+
+def results_in(tmp_path: Path) -> Path:
+    return tmp_path / "results" / "gpu.json"
+
+
+def visit(
+    tmp_path: Path, first: str, *args: str, on_kernels: bool = False
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """The script to its end, and what it found; see settings()."""
+    done = subprocess.run(**settings(tmp_path, first, *args, on_kernels=on_kernels), capture_output=True, timeout=250)
+    return done, json.loads(results_in(tmp_path).read_text())
 
 
 def test_every_section_runs_in_small_without_the_http_packages(tmp_path: Path) -> None:
     done, found = visit(tmp_path, f"import sys; sys.modules.update(dict.fromkeys({NOT_THERE}))")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {"attention", "model", "graphs", "invariance", "decode-8B", "load-256", "server-8B"} <= found.keys()
+    assert {"attention-fp32", "model", "graphs", "invariance", "decode-8B", "load-256", "server-8B"} <= found.keys()
     assert {section["status"] for section in found.values()} <= {"ok", "missed"}, found
-    assert found["graphs"]["same"] == found["graphs"]["same_invariant"] == 1
+    assert found["graphs"]["same"] == found["graphs-invariant"]["same"] == 1
+
+
+def instead_of(section: str, statement: str) -> str:
+    """First statements of a process, in which this section does something else."""
+    return f"import os, time; from tests.gpu.checks import CHECKS; CHECKS[{section!r}] = lambda visit: {statement}"
 
 
 def test_a_section_that_kills_its_process_does_not_take_the_others_along(tmp_path: Path) -> None:
-    deadly = "import os; from tests.gpu.checks import CHECKS; CHECKS['attention'] = lambda visit: os._exit(3)"
-    done, found = visit(tmp_path, deadly, "--sections", "attention,small-kernels")
+    deadly = instead_of("sampling", "os._exit(3)")
+    done, found = visit(tmp_path, deadly, "--lanes", "1", "--sections", "sampling,small-kernels")
     assert done.returncode == 1
-    assert found["attention"] == {"status": "failed", "reason": "exit code 3: see above"}
+    assert found["sampling"] == {"status": "failed", "reason": "exit code 3: see above"}
+    assert found["small-kernels"]["status"] == "ok"
+
+
+def hanging(tmp_path: Path) -> str:
+    """As first statement: sampling hangs, and so does a process that it started; both hold the pipe `held`."""
+    os.mkfifo(tmp_path / "held")
+    return instead_of("sampling", f"(open({str(tmp_path / 'held')!r}, 'w'), os.fork(), time.sleep(3600))")
+
+
+@pytest.mark.parametrize("lanes", ["1", "2"])
+def test_a_section_that_hangs_is_ended_with_all_it_started_and_the_others_go_on(tmp_path: Path, lanes: str) -> None:
+    hangs = hanging(tmp_path)
+    held = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
+    command = ["--lanes", lanes, "--longest", "10", "--sections", "sampling,small-kernels,limits"]
+    done, found = visit(tmp_path, hangs, *command)
+    assert done.returncode == 1
+    assert found["sampling"] == {"status": "failed", "reason": "no answer in 10 s"}
+    assert found["small-kernels"]["status"] == found["limits"]["status"] == "ok"
+    os.set_blocking(held, True)
+    assert os.read(held, 1) == b""  # its end: nobody holds it
+    os.close(held)
+
+
+def test_a_visit_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
+    with subprocess.Popen(**settings(tmp_path, hanging(tmp_path), "--sections", "sampling")) as process:
+        with (tmp_path / "held").open() as held:  # opened once the section holds it
+            process.terminate()
+            assert held.read() == ""
+        assert process.wait(60) != 0
+
+
+def test_what_a_section_raises_is_told(tmp_path: Path) -> None:
+    raising = instead_of("sampling", "1 / 0")
+    done, found = visit(tmp_path, raising, "--lanes", "1", "--sections", "sampling,small-kernels")
+    assert done.returncode == 1
+    assert found["sampling"] == {"status": "failed", "reason": "ZeroDivisionError: division by zero"}
     assert found["small-kernels"]["status"] == "ok"
 
 
 def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
-    done, found = visit(tmp_path, "", "--seconds", "0", "--sections", "attention,model")
+    done, found = visit(tmp_path, "", "--seconds", "0", "--sections", "sampling,model,limits")
     assert done.returncode == 0
-    assert found == {name: {"status": "skipped", "reason": "out of time"} for name in ("attention", "model")}
+    assert found == {name: {"status": "skipped", "reason": "out of time"} for name in ("sampling", "model", "limits")}
 
 
 def test_a_wrong_figure_is_an_error(tmp_path: Path) -> None:
     blind = "from tests.gpu import checks; checks.error = lambda got, want: float('inf')"
     done, found = visit(tmp_path, blind, "--sections", "model")
     assert done.returncode == 1 and found["model"]["status"] == "wrong"
+
+
+def test_a_case_that_raises_hides_no_other(tmp_path: Path) -> None:
+    refusing = """
+import torch
+real = torch._int_mm
+def refuse(left, right):
+    if len(left) > 32:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+    return real(left, right) + 10**6
+torch._int_mm = refuse
+"""
+    done, found = visit(tmp_path, refusing, "--sections", "rounded-layers")
+    wrong = found["rounded-layers"]["wrong"]
+    assert done.returncode == 1 and found["rounded-layers"]["cases"] == 6
+    assert wrong.keys() == {"int8, 1 rows of 96: out", "int8, 17 rows of 96: out", "int8, 40 rows of 96"}
+    assert wrong["int8, 40 rows of 96"] == "RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED"
+
+
+def test_another_package_named_tests_is_not_taken_for_ours(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    done, found = visit(tmp_path, "", "--sections", "limits")
+    assert done.returncode == 0 and found["limits"]["status"] == "ok", done.stderr

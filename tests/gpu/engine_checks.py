@@ -18,6 +18,9 @@ from tests.gpu.models import Rig, checkpoint
 from tests.gpu.visit import Visit
 from tests.real_engine import run
 
+SAME = {True: 1.0, False: 0.2}
+"""Share of tokens; a sequence that rounds to another token goes on differently, and of garbage nothing is the same."""
+
 
 def traffic(visit: Visit, count: int, vocab: int, longest: int) -> list[Submit]:
     """Requests of every length, sampled in several ways; in small a few short ones."""
@@ -54,24 +57,19 @@ def _small_rig(visit: Visit, batch_invariant: bool) -> Rig:
     return Rig.of(visit, decoder, 4096, max_num_seqs=24, max_len=200, budget=64)
 
 
-def check_graphs(visit: Visit) -> dict[str, Any]:
-    """Engines with and without graphs say the same; with kernels that do not care about padding, every token of it.
+def check_graphs(visit: Visit, batch_invariant: bool) -> dict[str, Any]:
+    """Engines with and without graphs say the same: where kernels do not care about padding, every token of it.
 
     launch() may not wait for the device (torch says where it does).
     """
-    found: dict[str, Any] = {"status": "ok"}
-    for batch_invariant in (True, False):
-        rig = _small_rig(visit, batch_invariant)
-        submits = traffic(visit, 40, rig.decoder.config.vocab_size, 100)
-        graphs = rig.graphs()
-        replaying, eager = rig.engine(graphs), rig.engine(None)
-        if visit.on_gpu:
-            watch(replaying)
-        a, b = outputs(run(replaying, *submits)), outputs(run(eager, *submits))
-        same = sum(x == y for key in a for x, y in zip(a[key], b[key], strict=True)) / sum(map(len, a.values()))
-        found["same_invariant" if batch_invariant else "same"] = round(same, 4)
-    found["status"] = "ok" if found["same_invariant"] == 1 else "wrong"
-    return found
+    rig = _small_rig(visit, batch_invariant)
+    submits = traffic(visit, 40, rig.decoder.config.vocab_size, 100)
+    replaying, eager = rig.engine(rig.graphs()), rig.engine(None)
+    if visit.on_gpu:
+        watch(replaying)
+    a, b = outputs(run(replaying, *submits)), outputs(run(eager, *submits))
+    same = sum(x == y for key in a for x, y in zip(a[key], b[key], strict=True)) / sum(map(len, a.values()))
+    return {"status": "ok" if same >= SAME[batch_invariant] else "wrong", "same": round(same, 4)}
 
 
 def check_invariance(visit: Visit) -> dict[str, Any]:

@@ -67,8 +67,7 @@ class EngineProcess:
 
 def serve(pipe: Connection, visit: Visit, name: str, streams: tuple[int, ...], prompt: int, steps: int) -> None:
     """The process: time the bare loop, say so, then serve until told to end."""
-    if not visit.on_gpu:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     longest = prompt + steps + 2 * REST
     rig = rig_of(visit, name, max(streams) * longest, max(streams), longest)
     graphs = rig.graphs()

@@ -15,10 +15,16 @@ from tests.gpu.visit import Visit
 
 
 def rig_of(
-    visit: Visit, name: str, tokens: int, max_num_seqs: int, max_len: int, quantization: str | None = None
+    visit: Visit,
+    name: str,
+    tokens: int,
+    max_num_seqs: int,
+    max_len: int,
+    quantization: str | None = None,
+    batch_invariant: bool = False,
 ) -> Rig:
     shape = "toy" if visit.tiny else name
-    decoder = random_decoder(config_of(shape), visit.ops(), visit.device, visit.dtype, quantization)
+    decoder = random_decoder(config_of(shape), visit.ops(batch_invariant), visit.device, visit.dtype, quantization)
     return Rig.of(visit, decoder, tokens, max_num_seqs, max_len)
 
 

@@ -42,13 +42,15 @@ def limits(visit: Visit) -> dict[str, Any]:
 # ---- steps ------------------------------------------------------------------------------------------------
 
 
-def decode_alone(visit: Visit, name: str, goal: float, quantization: str | None = None) -> dict[str, Any]:
+def decode_alone(
+    visit: Visit, name: str, goal: float, quantization: str | None = None, batch_invariant: bool = False
+) -> dict[str, Any]:
     kv_len = 32 if visit.tiny else 1024
     if quantization is not None and (visit.on_gpu or visit.ops().name == "reference"):
         reason = quantization_obstacle(quantization, visit.ops(), visit.device, visit.dtype, batch_invariant=False)
         if reason is not None:
             return {"status": "ok", "reason": reason}
-    rig = rig_of(visit, name, 2 * kv_len, 1, 2 * kv_len, quantization)
+    rig = rig_of(visit, name, 2 * kv_len, 1, 2 * kv_len, quantization, batch_invariant)
     seconds = decode_seconds(rig, rig.graphs(), 1, kv_len)
     share = step_bytes(rig, kv_len) / seconds / visit.bandwidth
     return judged(share, goal, ms=round(seconds * 1e3, 3), tokens_s=round(1 / seconds, 1))
@@ -64,7 +66,7 @@ def long_context(visit: Visit) -> dict[str, Any]:
 
 
 def attention_alone(visit: Visit, rows: int, kv_len: int, goal: float) -> dict[str, Any]:
-    """One layer's decode attention, 32 query heads on 8 of 128 channels."""
+    """One layer's decode attention, 32 query heads on 8 of 128 channels; recorded, since launches may take longer."""
     rows, kv_len = (3, 40) if visit.tiny else (rows, kv_len)
     heads, kv_heads, head_dim = 32, 8, 128
     pages = rows * -(-kv_len // PAGE_SIZE)
@@ -76,8 +78,13 @@ def attention_alone(visit: Visit, rows: int, kv_len: int, goal: float) -> dict[s
         torch.full((rows,), kv_len, dtype=torch.int32, device=visit.device),
         torch.arange(rows + 1, dtype=torch.int32, device=visit.device), 1, kv_len,
     )  # fmt: skip
-    ops = visit.ops()
-    seconds = visit.seconds(lambda: ops.attention(q, kv, tables, head_dim**-0.5, None), 1 if visit.tiny else 20)
+    ops, capture = visit.ops(), visit.accelerator().capture
+    assert capture is not None, "these operations cannot be recorded"
+
+    def attend() -> None:
+        ops.attention(q, kv, tables, head_dim**-0.5, None)
+
+    seconds = visit.seconds(capture(attend), 1 if visit.tiny else 20)
     read = 2 * rows * kv_len * kv_heads * head_dim * kv.k.element_size()
     return judged(read / seconds / visit.bandwidth, goal, us=round(seconds * 1e6, 1))
 
@@ -181,16 +188,17 @@ TIMINGS: dict[str, Section] = {
     "limits": limits,
     "decode-8B": lambda visit: decode_alone(visit, "8B", 0.75),
     "decode-1B": lambda visit: decode_alone(visit, "1B", 0.60),
-    "decode-8B-int8": lambda visit: decode_alone(visit, "8B", 0.0, "int8"),
-    "decode-8B-fp8": lambda visit: decode_alone(visit, "8B", 0.0, "fp8"),
     "attention-64x8k": lambda visit: attention_alone(visit, 64, 8192, 0.80),
     "attention-1x32k": lambda visit: attention_alone(visit, 1, 32768, 0.40),
     "long-context": long_context,
     "prefill-2048": prefill,
-    "kernels": kernels,
     "idle-1B-1": lambda visit: idle_share(visit, "1B", 1),
     "idle-1B-64": lambda visit: idle_share(visit, "1B", 64),
     "load-256": load,
     "server-8B": lambda visit: over_bare_loop(visit, "8B", 0.95),
     "server-1B": lambda visit: over_bare_loop(visit, "1B", 0.85),
+    "decode-1B-invariant": lambda visit: decode_alone(visit, "1B", 0.0, batch_invariant=True),
+    "decode-8B-int8": lambda visit: decode_alone(visit, "8B", 0.0, "int8"),
+    "decode-8B-fp8": lambda visit: decode_alone(visit, "8B", 0.0, "fp8"),
+    "kernels": kernels,  # last: a profiler leaves something behind in its process
 }

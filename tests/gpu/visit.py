@@ -45,8 +45,7 @@ class Visit:
     @classmethod
     def of(cls, device: str, tiny: bool) -> Visit:
         torch.manual_seed(0)
-        if device == "cpu":
-            torch.set_num_threads(1)
+        torch.set_num_threads(1)  # others work beside it
         return cls(torch.device(device), tiny)
 
     @property
