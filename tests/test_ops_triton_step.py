@@ -53,8 +53,10 @@ def launches(num_layers: int, quantization: str | None, max_kv: int, monkeypatch
     for storage in kv.storages:
         storage.zero_()
     batch = replace(filler_batch([1], layout, 1, device), max_kv=max_kv)
-    with monkeypatch.context() as patched, Launches(patched) as counted:  # type: ignore[no-untyped-call]
-        decoder.hidden(batch, kv)
+    with monkeypatch.context() as patched:
+        counted = Launches(patched)
+        with counted:
+            decoder.hidden(batch, kv)
     return counted.names
 
 

@@ -52,7 +52,7 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Work) -> Work:
         """Run once, so that kernels are compiled and libraries have their handles; then record.

@@ -34,7 +34,7 @@ class Tally:
     def verdict(self) -> dict[str, Any]:
         """The worst figure, and everything that is wrong."""
         wrong = self._raised | {case: error for case, error in self._errors.items() if not error <= self._bound}
-        figures = {"cases": len(self._errors) + len(self._raised), "bound": self._bound}
+        figures: dict[str, Any] = {"cases": len(self._errors) + len(self._raised), "bound": self._bound}
         if self._errors:
             worst = max(self._errors, key=lambda case: self._errors[case])
             figures |= {"error": self._errors[worst], "worst": worst}

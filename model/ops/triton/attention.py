@@ -44,9 +44,9 @@ def decode_tile(group: int, channels: int, dtype: torch.dtype) -> Tile:
     return Tile(max(16, triton.next_power_of_2(group)), _keys(channels, dtype), 4, STAGES)
 
 
-def prefill_tile(group: int, channels: int, dtype: torch.dtype) -> Tile:
-    """For a block of tokens."""
-    rows = 32 if dtype == torch.float32 else 128 if channels <= 128 else 64
+def prefill_tile(group: int, channels: int, dtype: torch.dtype, is_plain: bool) -> Tile:
+    """For a block of tokens. Keys of 8 bits (not is_plain) are widened in registers, which leaves fewer for rows."""
+    rows = 32 if dtype == torch.float32 else 128 if channels <= 128 and is_plain else 64
     return Tile(max(rows, triton.next_power_of_2(group)), _keys(channels, dtype), 8, STAGES)
 
 
@@ -82,7 +82,10 @@ class PagedAttention:
         self, q: Tensor, kv: LayerKV, tables: AttentionTables, out: Tensor, scale: float, window: int | None
     ) -> None:
         group, channels = q.shape[1] // kv.k.shape[1], triton.next_power_of_2(q.shape[2])
-        tile = (invariant_tile if self.batch_invariant else prefill_tile)(group, channels, q.dtype)
+        if self.batch_invariant:
+            tile = invariant_tile(group, channels, q.dtype)
+        else:
+            tile = prefill_tile(group, channels, q.dtype, is_plain=cache.kind(kv) == "")
         sequences = tables.page_table.shape[0]
         blocks = q.shape[0] // (tile.rows // group) + sequences  # an upper bound: every sequence may end with a rest
         prefill_kernel[(blocks, kv.k.shape[1])](
