@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 WORST = tl.constexpr(0x7F800000)  # the key of -inf
+BELOW_ONE = tl.constexpr(1 - 2.0**-53)
 
 
 @triton.jit
@@ -101,35 +102,36 @@ def weight_of(key):
 
 
 @triton.jit
-def first_past(amounts, goal, BLOCK: tl.constexpr):
-    """The first place of a block at which the running sum of amounts exceeds goal, as that of all of them does.
-
-    By halving and not by a scan: triton#3017 has wrong results of kernels that scan and sum. The same tree adds every
-    prefix, so that prefixes never fall, and that of the whole block is its sum bit for bit.
-    """
-    place = tl.arange(0, BLOCK)
-    low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + (BLOCK - 1)
-    while low < high:
-        middle = low + (high - low) // 2
-        if tl.sum(tl.where(place <= middle, amounts, 0), 0) > goal:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+def amounts_of(logits, start, V, top, temperature, wanted, BLOCK: tl.constexpr, OF_KEY: tl.constexpr):
+    """Of a block: 1 for tokens with the key `wanted`, else 0; without OF_KEY the weights. f64."""
+    _ids, key, weight = keys_of(logits, start, V, top, temperature, BLOCK)
+    if OF_KEY:
+        weight = (key == wanted).to(tl.float64)
+    return weight
 
 
 @triton.jit
-def nth_of(logits, V, top, temperature, wanted, rank, BLOCK: tl.constexpr):
-    """The id of the token with this key that has `rank` such before it; the last one, if rounding asked for more."""
-    seen, token = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+def passing(logits, V, top, temperature, wanted, point, BLOCK: tl.constexpr, OF_KEY: tl.constexpr):
+    """The first id at which the running amount exceeds point (f64); if none does for rounding, the last that counts.
+
+    Inside its block by halving and not by a scan: triton#3017 has wrong results of kernels that scan and sum. The same
+    tree adds every prefix, so that prefixes never fall, and that of the whole block is its sum bit for bit.
+    """
+    at, held = tl.zeros([], tl.int32), tl.zeros([], tl.float64)
     for start in range(0, V, BLOCK):
-        _ids, key, _weight = keys_of(logits, start, V, top, temperature, BLOCK)
-        equal = (key == wanted).to(tl.int32)
-        here = tl.sum(equal, 0)
-        if (seen <= rank) & (here > 0):
-            token = start + first_past(equal, tl.minimum(rank - seen, here - 1), BLOCK)
-        seen += here
-    return token
+        here = tl.sum(amounts_of(logits, start, V, top, temperature, wanted, BLOCK, OF_KEY), 0)
+        if (here > 0) & (point >= held):
+            at, point, held = start, point - held, here
+    amounts, place = amounts_of(logits, at, V, top, temperature, wanted, BLOCK, OF_KEY), tl.arange(0, BLOCK)
+    goal = tl.minimum(point, held * BELOW_ONE)
+    low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + (BLOCK - 1)
+    while low < high:
+        middle = low + (high - low) // 2
+        if tl.sum(tl.where(place <= middle, amounts, 0.0), 0) > goal:
+            high = middle
+        else:
+            low = middle + 1
+    return at + low
 
 
 @triton.jit
@@ -171,22 +173,14 @@ def draw_ranked(logits, V, top, temperature, top_k, top_p, min_p, point, BLOCK: 
     target = point * total
     chosen, _, lighter = threshold(logits, V, top, temperature, edge, 1, target, BLOCK)
     rank = tl.maximum(tl.floor((target - lighter) / weight_of(chosen)).to(tl.int32), 0)
-    return nth_of(logits, V, top, temperature, chosen, rank, BLOCK)
+    return passing(logits, V, top, temperature, chosen, rank.to(tl.float64), BLOCK, True)
 
 
 @triton.jit
-def draw_free(logits, V, top, temperature, point, best, BLOCK: tl.constexpr):
+def draw_free(logits, V, top, temperature, point, BLOCK: tl.constexpr):
     """The first id at which the running weight passes point."""
     _count, total, _last, _beyond = measure(logits, V, top, temperature, WORST, BLOCK)
-    target = point * total
-    running, token = tl.zeros([], tl.float64), tl.zeros([], tl.int32) - 1
-    for start in range(0, V, BLOCK):
-        _ids, _key, weight = keys_of(logits, start, V, top, temperature, BLOCK)
-        here = tl.sum(weight, 0)
-        if (token < 0) & (here > target - running):
-            token = start + first_past(weight, target - running, BLOCK)
-        running += here
-    return tl.where(token < 0, best, token)
+    return passing(logits, V, top, temperature, 0, point * total, BLOCK, False)
 
 
 @triton.jit
@@ -204,5 +198,5 @@ def draw_kernel(
         if (k > 0) | (p < 1) | (least > 0):
             token = draw_ranked(here, V, most, heat, k, p, least, point, BLOCK)
         else:
-            token = draw_free(here, V, most, heat, point, token, BLOCK)
+            token = draw_free(here, V, most, heat, point, BLOCK)
     tl.store(ids + row, token.to(tl.int64))
