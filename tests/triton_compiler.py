@@ -186,7 +186,7 @@ def cases(arch: int) -> Iterator[tuple[str, Callable[[], object]]]:
 def steps() -> Iterator[tuple[bool, dict[str, int]]]:
     """Whether a server runs it before it is ready, and its shape: recorded decodes, prompts, then steps of clients."""
     longest = 4096
-    for size in graph_sizes(40):
+    for size in graph_sizes(4):
         yield True, {"tokens": size, "sequences": size, "max_q": 1, "max_kv": longest}
     for length in (*PROMPT_LENGTHS, longest):
         yield True, {"tokens": length, "sequences": 1, "max_q": length, "max_kv": length}
