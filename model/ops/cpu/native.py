@@ -17,6 +17,7 @@ from model.batch import SampleBatch, Sampled
 from model.decoder import Decoder
 from model.kv_cache import KVCache
 from model.ops.cpu.build import UnavailableError
+from model.ops.cpu.memory import WeightMemory
 from model.ops.cpu.packed import QUANTIZED, FloatLinear, RoundedLinear, is_bf16, pointer
 from model.ops.cpu.sampling import SIGNATURES as SAMPLING
 from model.ops.cpu.sampling import sample
@@ -59,6 +60,7 @@ class CpuOps:
             function = getattr(self._native, name)
             function.argtypes, function.restype = types, None
         self._panel: int = self._native.rw_panel()
+        self._weights = WeightMemory()
         self._reference = ReferenceOps()
         self.description = f"native kernels, vectors of {self._panel // 2} floats"
 
@@ -72,8 +74,9 @@ class CpuOps:
             return self._reference.pack_linear(weight, bias, quantization)
         wide_bias = None if bias is None else bias.float()
         if quantization is None:
-            return FloatLinear.pack(weight, wide_bias, self._panel)
-        return RoundedLinear.pack(weight.float(), wide_bias, self._panel, QUANTIZED[quantization])
+            return FloatLinear.pack(weight, wide_bias, self._panel, self._weights)
+        bits = QUANTIZED[quantization]
+        return RoundedLinear.pack(weight.float(), wide_bias, self._panel, bits, self._weights)
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         if not isinstance(packed, (FloatLinear, RoundedLinear)):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from model.ops.cpu.memory import WeightMemory
 from model.ops.cpu.rounding import ROUNDINGS
 
 WORD = 4
@@ -30,9 +31,9 @@ class FloatLinear:
     is_bf16: bool
 
     @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None, panel: int) -> FloatLinear:
+    def pack(cls, weight: Tensor, bias: Tensor | None, panel: int, memory: WeightMemory) -> FloatLinear:
         """weight [N, K] fp32 or bf16, bias [N] f32."""
-        return cls(into_panels(weight, panel), bias, weight.shape[0], weight.shape[1], is_bf16(weight))
+        return cls(memory.hold(into_panels(weight, panel)), bias, weight.shape[0], weight.shape[1], is_bf16(weight))
 
     @property
     def nbytes(self) -> int:
@@ -60,14 +61,14 @@ class RoundedLinear:
     bits: int
 
     @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None, panel: int, bits: int) -> RoundedLinear:
+    def pack(cls, weight: Tensor, bias: Tensor | None, panel: int, bits: int, memory: WeightMemory) -> RoundedLinear:
         """weight [N, K] f32, bias [N] f32; bits: 8 or 4."""
         codes, factors = ROUNDINGS[bits](F.pad(weight, (0, 0, 0, -weight.shape[0] % panel)))
         if bits == 4:
             halves = codes.view(*codes.shape[:2], -1, 2, WORD)  # [N, groups, steps, half, byte]
             codes = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(2)
         parts = (_by_panel(codes.view(torch.int32), panel), _by_panel(factors, panel))
-        return cls(torch.cat(parts, 2), bias, weight.shape[0], weight.shape[1], bits)
+        return cls(memory.hold(torch.cat(parts, 2)), bias, weight.shape[0], weight.shape[1], bits)
 
     @property
     def nbytes(self) -> int:
@@ -92,11 +93,11 @@ def _by_panel(values: Tensor, panel: int) -> Tensor:
 
 
 def into_panels(weight: Tensor, panel: int) -> Tensor:
-    """[N, K] of any width up to a word -> [panels, words of K, panel] i32; what is added to N and K is zero."""
+    """[N, K] of any width up to a word -> [panels, words of K, panel] i32, a view; what is added to N and K is zero."""
     rows, columns = weight.shape
     padded = F.pad(weight, (0, -columns % (WORD // weight.itemsize), 0, -rows % panel))
     words = padded.contiguous().view(torch.int32)
-    return words.view(-1, panel, words.shape[1]).transpose(1, 2).contiguous()
+    return words.view(-1, panel, words.shape[1]).transpose(1, 2)
 
 
 QUANTIZED = {"int8": 8, "int4": 4}
