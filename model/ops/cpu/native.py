@@ -58,7 +58,7 @@ class CpuOps:
             )
         for name, types in SIGNATURES.items():
             function = getattr(self._native, name)
-            function.argtypes, function.restype = types, None
+            function.argtypes, function.restype, function.errcheck = types, INT, _memory_sufficed
         self._panel: int = self._native.rw_panel()
         self._weights = WeightMemory()
         self._reference = ReferenceOps()
@@ -158,6 +158,12 @@ class CpuOps:
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
         return sample(self._native, logits, batch)
+
+
+def _memory_sufficed(outcome: int, function: Any, arguments: object) -> None:
+    """What ctypes calls with the Outcome of csrc/shortage.h, which every operation returns."""
+    if outcome:
+        raise MemoryError(f"{function.__name__} lacked memory for what it keeps between its parts")
 
 
 def _both_native(x: Tensor, kv: LayerKV) -> bool:

@@ -21,9 +21,11 @@ static void run_typed(const Arguments& a) {
 }
 
 template <template <class X, class Y> class Layer>
-static void run_as(const Arguments& a) {
-    if (a.x_bf16)
-        a.y_bf16 ? run_typed<Layer, bf16, bf16>(a) : run_typed<Layer, bf16, float>(a);
-    else
-        a.y_bf16 ? run_typed<Layer, float, bf16>(a) : run_typed<Layer, float, float>(a);
+static Outcome run_as(const Arguments& a) {
+    return outcome_of([&] {
+        if (a.x_bf16)
+            a.y_bf16 ? run_typed<Layer, bf16, bf16>(a) : run_typed<Layer, bf16, float>(a);
+        else
+            a.y_bf16 ? run_typed<Layer, float, bf16>(a) : run_typed<Layer, float, float>(a);
+    });
 }

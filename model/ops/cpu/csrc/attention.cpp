@@ -5,6 +5,7 @@
 // cuts does not change a bit, so decode equals prefill and any chunking.
 #include <omp.h>
 
+#include <optional>
 #include <type_traits>
 
 #include "attend_cut.h"
@@ -151,14 +152,19 @@ void attention(const Problem& p, int64_t tokens, Tensors<Q, KV> t) {
     std::fill(t.out + p.q_starts[p.sequences] * p.q_heads * p.d, t.out + tokens * p.q_heads * p.d, Q{});
     std::vector<Piece> pieces = pieces_of(p);
     std::vector<Loose> ends(omp_get_max_threads());
+    Shortage shortage;
 #pragma omp parallel if (total_cost(pieces) > PARALLEL_FROM)
     {
         int me = omp_get_thread_num();
-        Walk<Q, KV> walk(p, pieces, t, share_of(pieces, me, omp_get_num_threads()));
-        ends[me] = walk.run();
+        std::optional<Walk<Q, KV>> walk;
+        shortage.watch([&] {
+            walk.emplace(p, pieces, t, share_of(pieces, me, omp_get_num_threads()));
+            ends[me] = walk->run();
+        });
 #pragma omp barrier
-        walk.finish(ends);
+        if (shortage.outcome() == DONE) walk->finish(ends);
     }
+    must(shortage.outcome());
 }
 
 template <class Q>
@@ -172,11 +178,11 @@ void attention_over(const Problem& p, int64_t tokens, const void* q, const void*
 
 }  // namespace
 
-extern "C" void rw_attention(const void* q, int q_bf16, const void* k, const void* v, int kv_bf16, void* out,
-                             const int32_t* page_table, const int32_t* kv_lens, const int32_t* q_starts,
-                             int64_t tokens, int64_t table_width, int64_t sequences, int64_t q_heads, int64_t kv_heads,
-                             int64_t d, int64_t page_size, int64_t page_stride, int64_t window, float scale) {
+extern "C" int rw_attention(const void* q, int q_bf16, const void* k, const void* v, int kv_bf16, void* out,
+                            const int32_t* page_table, const int32_t* kv_lens, const int32_t* q_starts,
+                            int64_t tokens, int64_t table_width, int64_t sequences, int64_t q_heads, int64_t kv_heads,
+                            int64_t d, int64_t page_size, int64_t page_stride, int64_t window, float scale) {
     Problem p{page_table, kv_lens, q_starts, table_width, sequences,   q_heads, kv_heads,
               d,          page_size, page_stride, window,   scale};
-    (q_bf16 ? attention_over<bf16> : attention_over<float>)(p, tokens, q, k, v, kv_bf16, out);
+    return outcome_of([&] { (q_bf16 ? attention_over<bf16> : attention_over<float>)(p, tokens, q, k, v, kv_bf16, out); });
 }

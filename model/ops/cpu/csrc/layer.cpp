@@ -109,39 +109,43 @@ T* as(void* p) {
 
 extern "C" {
 
-void rw_add_rms_norm(const void* x, const void* residual, const void* weight, int is_bf16, float eps, int64_t rows,
-                     int64_t n, void* out, void* total) {
+int rw_add_rms_norm(const void* x, const void* residual, const void* weight, int is_bf16, float eps, int64_t rows,
+                    int64_t n, void* out, void* total) {
     if (is_bf16)
         add_rms_norm(as<bf16>(x), as<bf16>(residual), as<bf16>(weight), eps, rows, int(n), as<bf16>(out),
                      as<bf16>(total));
     else
         add_rms_norm(as<float>(x), as<float>(residual), as<float>(weight), eps, rows, int(n), as<float>(out),
                      as<float>(total));
+    return DONE;
 }
 
-void rw_silu_mul(const void* gate_up, int is_bf16, int64_t rows, int64_t n, void* out) {
+int rw_silu_mul(const void* gate_up, int is_bf16, int64_t rows, int64_t n, void* out) {
     if (is_bf16)
         silu_mul(as<bf16>(gate_up), rows, int(n), as<bf16>(out));
     else
         silu_mul(as<float>(gate_up), rows, int(n), as<float>(out));
+    return DONE;
 }
 
-void rw_rope_write(const void* qkv, const void* q_norm, const void* k_norm, int is_bf16, void* q, float eps,
-                   const float* cos_sin, const int64_t* positions, const int64_t* slots, int64_t tokens,
-                   int64_t q_heads, int64_t kv_heads, int64_t d, int64_t rotary, void* k, void* v, int kv_bf16,
-                   int64_t page_size, int64_t page_stride) {
+int rw_rope_write(const void* qkv, const void* q_norm, const void* k_norm, int is_bf16, void* q, float eps,
+                  const float* cos_sin, const int64_t* positions, const int64_t* slots, int64_t tokens,
+                  int64_t q_heads, int64_t kv_heads, int64_t d, int64_t rotary, void* k, void* v, int kv_bf16,
+                  int64_t page_size, int64_t page_stride) {
     Rope p{tokens, q_heads, kv_heads, int(d), int(rotary / 2), cos_sin, positions, slots, page_size, page_stride, eps};
     if (is_bf16)
         rope_write_to(p, Heads<bf16>{as<bf16>(qkv), as<bf16>(q_norm), as<bf16>(k_norm), as<bf16>(q)}, k, v, kv_bf16);
     else
         rope_write_to(p, Heads<float>{as<float>(qkv), as<float>(q_norm), as<float>(k_norm), as<float>(q)}, k, v,
                       kv_bf16);
+    return DONE;
 }
 
 // Pages of so many bytes, one behind the other, of keys and of values; no page is both read and written.
-void rw_copy_pages(void* k, void* v, int64_t bytes, const int64_t* src, const int64_t* dst, int64_t count) {
+int rw_copy_pages(void* k, void* v, int64_t bytes, const int64_t* src, const int64_t* dst, int64_t count) {
 #pragma omp parallel for schedule(static) if (count * bytes > PARALLEL_FROM)
     for (int64_t i = 0; i < count; i++)
         for (void* pool : {k, v}) memcpy(as<char>(pool) + dst[i] * bytes, as<char>(pool) + src[i] * bytes, bytes);
+    return DONE;
 }
 }

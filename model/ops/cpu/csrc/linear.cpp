@@ -55,9 +55,9 @@ extern "C" {
 
 int rw_panel() { return PANEL; }
 
-void rw_linear(const void* x, int x_bf16, const void* w, int w_bf16, const float* bias, void* y, int y_bf16, int64_t m,
-               int64_t n, int64_t k) {
+int rw_linear(const void* x, int x_bf16, const void* w, int w_bf16, const float* bias, void* y, int y_bf16, int64_t m,
+              int64_t n, int64_t k) {
     Arguments a{x, x_bf16 != 0, w, bias, y, y_bf16 != 0, {m, n, k}};
-    w_bf16 ? run_as<OfPairs>(a) : run_as<OfFloats>(a);
+    return w_bf16 ? run_as<OfPairs>(a) : run_as<OfFloats>(a);
 }
 }

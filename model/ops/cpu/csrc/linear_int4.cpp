@@ -47,7 +47,7 @@ using Layer = GroupedLinear<Nibbles, X, Y>;
 
 }  // namespace
 
-extern "C" void rw_linear_int4(const void* x, int x_bf16, const void* w, const float* bias, void* y, int y_bf16, int64_t m,
-                               int64_t n, int64_t k) {
-    run_as<Layer>({x, x_bf16 != 0, w, bias, y, y_bf16 != 0, {m, n, k}});
+extern "C" int rw_linear_int4(const void* x, int x_bf16, const void* w, const float* bias, void* y, int y_bf16, int64_t m,
+                              int64_t n, int64_t k) {
+    return run_as<Layer>({x, x_bf16 != 0, w, bias, y, y_bf16 != 0, {m, n, k}});
 }

@@ -7,6 +7,7 @@
 #include <omp.h>
 
 #include "outputs.h"
+#include "shortage.h"
 #include "workspace.h"
 
 constexpr size_t BLOCK_BYTES = 192 << 10;  // of packed rows: stays in the second-level cache beside two panels
@@ -65,12 +66,14 @@ static void run(const Layer& layer) {
     int64_t fitting = BLOCK_BYTES / (layer.row_words() * sizeof(uint32_t)) / HEIGHT * HEIGHT;
     int64_t step = fitting > 2 * HEIGHT ? fitting : 2 * HEIGHT;
     uint8_t* shared = space.get<uint8_t>(s.m * layer.ready_row());
+    Shortage shortage;
 #pragma omp parallel if (s.m * s.n * s.k > 1 << 15)
-    {
+    shortage.watch([&] {
         int threads = omp_get_num_threads(), me = omp_get_thread_num();
         int first = s.panels() * me / threads, last = s.panels() * (me + 1) / threads;
         const uint8_t* ready = ready_rows(layer, shared);
         for (int64_t m = 0; m < s.m && first < last; m += step)
             block(layer, ready, m, int(s.m - m < step ? s.m - m : step), first, last);
-    }
+    });
+    must(shortage.outcome());
 }

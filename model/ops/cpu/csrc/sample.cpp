@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ranking.h"
+#include "shortage.h"
 
 namespace {
 
@@ -127,32 +128,37 @@ int64_t draw(const float* x, int64_t n, float top, Settings s, double point) {
     return ranking.first_beyond(point * total).id;
 }
 
+template <class Body>
+Outcome each_row(int64_t rows, Body body) {
+    Shortage shortage;
+#pragma omp parallel for schedule(dynamic) if (rows > 1)
+    for (int64_t r = 0; r < rows; r++) shortage.watch([&] { body(r); });
+    return shortage.outcome();
+}
+
 }  // namespace
 
 extern "C" {
 
 // ids, finite [rows]; temperature 0 takes the best. logits [rows][n] f32.
-void rw_sample(const float* logits, int64_t rows, int64_t n, const float* temperature, const int32_t* top_k,
-               const float* top_p, const float* min_p, const int64_t* seed, const int64_t* choice, const int64_t* index,
-               int64_t* ids, bool* finite) {
-#pragma omp parallel for schedule(dynamic) if (rows > 1)
-    for (int64_t r = 0; r < rows; r++) {
+int rw_sample(const float* logits, int64_t rows, int64_t n, const float* temperature, const int32_t* top_k,
+              const float* top_p, const float* min_p, const int64_t* seed, const int64_t* choice, const int64_t* index,
+              int64_t* ids, bool* finite) {
+    return each_row(rows, [=](int64_t r) {
         Best best = best_of(logits + r * n, n);
         ids[r] = best.id, finite[r] = best.finite;
         if (temperature[r] > 0.0f && best.finite)
             ids[r] = draw(logits + r * n, n, best.value, {temperature[r], top_p[r], min_p[r], top_k[r]},
                           uniform(uint64_t(seed[r]), uint32_t(choice[r]), uint32_t(index[r])));
-    }
+    });
 }
 
-void rw_finite(const float* logits, int64_t rows, int64_t n, bool* finite) {
-#pragma omp parallel for schedule(dynamic) if (rows > 1)
-    for (int64_t r = 0; r < rows; r++) finite[r] = best_of(logits + r * n, n).finite;
+int rw_finite(const float* logits, int64_t rows, int64_t n, bool* finite) {
+    return each_row(rows, [=](int64_t r) { finite[r] = best_of(logits + r * n, n).finite; });
 }
 
-void rw_logprobs(const float* logits, int64_t rows, int64_t n, const int64_t* ids, float* chosen, int64_t* top_ids,
-                 float* top, int64_t count) {
-#pragma omp parallel for schedule(dynamic) if (rows > 1)
-    for (int64_t r = 0; r < rows; r++) logprobs(logits + r * n, n, r, ids[r], {chosen, top, top_ids, count});
+int rw_logprobs(const float* logits, int64_t rows, int64_t n, const int64_t* ids, float* chosen, int64_t* top_ids,
+                float* top, int64_t count) {
+    return each_row(rows, [=](int64_t r) { logprobs(logits + r * n, n, r, ids[r], {chosen, top, top_ids, count}); });
 }
 }

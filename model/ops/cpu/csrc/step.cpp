@@ -50,11 +50,11 @@ struct Batch {
 
 void multiply(const Linear& l, const void* x, int is_bf16, int64_t rows, void* y) {
     if (l.kind == INT8)
-        rw_linear_int8(x, is_bf16, l.weight, l.bias, y, is_bf16, rows, l.outputs, l.inputs);
+        must(rw_linear_int8(x, is_bf16, l.weight, l.bias, y, is_bf16, rows, l.outputs, l.inputs));
     else if (l.kind == INT4)
-        rw_linear_int4(x, is_bf16, l.weight, l.bias, y, is_bf16, rows, l.outputs, l.inputs);
+        must(rw_linear_int4(x, is_bf16, l.weight, l.bias, y, is_bf16, rows, l.outputs, l.inputs));
     else
-        rw_linear(x, is_bf16, l.weight, l.kind == BFLOAT16, l.bias, y, is_bf16, rows, l.outputs, l.inputs);
+        must(rw_linear(x, is_bf16, l.weight, l.kind == BFLOAT16, l.bias, y, is_bf16, rows, l.outputs, l.inputs));
 }
 
 // What lies between the operations of a layer; the next operation but one may overwrite it.
@@ -83,10 +83,12 @@ void attend(const Model& m, const Layer& l, const Batch& b, const void* x, const
     const Group& g = b.groups[l.group];
     int bf16 = int(m.is_bf16), kv_bf16 = int(l.kv_bf16);
     multiply(l.qkv, x, bf16, b.tokens, s.wide);
-    rw_rope_write(s.wide, l.q_norm, l.k_norm, bf16, s.turned, l.head_norm_eps, m.cos_sin, b.positions, g.slots, b.tokens,
-                  l.q_heads, l.kv_heads, l.head_dim, m.rotary, l.k, l.v, kv_bf16, l.page_size, l.page_stride);
-    rw_attention(s.turned, bf16, l.k, l.v, kv_bf16, s.narrow, g.page_table, b.kv_lens, b.q_starts, b.tokens, g.table_width,
-                 b.sequences, l.q_heads, l.kv_heads, l.head_dim, l.page_size, l.page_stride, l.window, l.scale);
+    must(rw_rope_write(s.wide, l.q_norm, l.k_norm, bf16, s.turned, l.head_norm_eps, m.cos_sin, b.positions, g.slots,
+                       b.tokens, l.q_heads, l.kv_heads, l.head_dim, m.rotary, l.k, l.v, kv_bf16, l.page_size,
+                       l.page_stride));
+    must(rw_attention(s.turned, bf16, l.k, l.v, kv_bf16, s.narrow, g.page_table, b.kv_lens, b.q_starts, b.tokens,
+                      g.table_width, b.sequences, l.q_heads, l.kv_heads, l.head_dim, l.page_size, l.page_stride, l.window,
+                      l.scale));
     multiply(l.out, s.narrow, bf16, b.tokens, s.turned);
 }
 
@@ -94,19 +96,14 @@ void attend(const Model& m, const Layer& l, const Batch& b, const void* x, const
 void feed_forward(const Model& m, const Layer& l, int64_t tokens, const void* x, const Scratch& s) {
     int bf16 = int(m.is_bf16);
     multiply(l.gate_up, x, bf16, tokens, s.wide);
-    rw_silu_mul(s.wide, bf16, tokens, l.down.inputs, s.narrow);
+    must(rw_silu_mul(s.wide, bf16, tokens, l.down.inputs, s.narrow));
     multiply(l.down, s.narrow, bf16, tokens, s.turned);
 }
 
-}  // namespace
-
-// x [T, D]: embeddings, overwritten by the residual stream; out [T, D]: after the last norm.
-extern "C" void rw_layers(const void* model, const void* batch, void* x, void* out) {
-    const Model& m = *static_cast<const Model*>(model);
-    const Batch& b = *static_cast<const Batch*>(batch);
+void run_layers(const Model& m, const Batch& b, void* x, void* out) {
     Scratch s(m, b.tokens);
     auto norm = [&](const void* added, const void* weight) {  // out = norm of x, once what was computed is added to it
-        rw_add_rms_norm(added ? added : x, added ? x : nullptr, weight, int(m.is_bf16), m.eps, b.tokens, m.hidden, out, x);
+        must(rw_add_rms_norm(added ? added : x, added ? x : nullptr, weight, int(m.is_bf16), m.eps, b.tokens, m.hidden, out, x));
     };
     for (const Layer* l = m.layers; l < m.layers + m.layer_count; l++) {
         norm(l == m.layers ? nullptr : s.turned, l->attention_norm);
@@ -115,4 +112,11 @@ extern "C" void rw_layers(const void* model, const void* batch, void* x, void* o
         feed_forward(m, *l, b.tokens, out, s);
     }
     norm(m.layer_count ? s.turned : nullptr, m.norm);
+}
+
+}  // namespace
+
+// x [T, D]: embeddings, overwritten by the residual stream; out [T, D]: after the last norm.
+extern "C" int rw_layers(const void* model, const void* batch, void* x, void* out) {
+    return outcome_of([&] { run_layers(*static_cast<const Model*>(model), *static_cast<const Batch*>(batch), x, out); });
 }

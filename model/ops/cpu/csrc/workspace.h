@@ -1,6 +1,7 @@
-// One grow-only scratch buffer per thread. Knows nothing of what is kept in it.
+// One grow-only scratch buffer per thread. Knows nothing of what is kept in it; throws std::bad_alloc.
 #pragma once
 #include <cstdlib>
+#include <new>
 
 struct Workspace {
     void* data = nullptr;
@@ -14,8 +15,8 @@ struct Workspace {
         if (wanted > size) {
             free(data);
             data = aligned_alloc(64, wanted);
-            if (!data) abort();
-            size = wanted;
+            size = data ? wanted : 0;
+            if (!data) throw std::bad_alloc();
         }
         return static_cast<T*>(data);
     }
