@@ -1,7 +1,7 @@
 """From a canonical folder to a Decoder: the table of names, the expected shapes, and which matrices are fused.
 
-Knows no operations beyond pack_linear and no device beyond its name. Tensors stream: at most one fused matrix and its
-parts are in memory beside what is already packed.
+Knows no operations beyond pack_linear and no device beyond its name. Tensors stream: beside what is already packed, the
+parts of one fused matrix and their join are in memory, and what packing needs for a block of their rows.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ quarter of the time.
 
 from __future__ import annotations
 
+import math
 import mmap
 from contextlib import suppress
 
@@ -27,12 +28,17 @@ class WeightMemory:
 
     def hold(self, values: Tensor) -> Tensor:
         """A contiguous copy of values."""
-        needed = -(-values.nbytes // LINE) * LINE
+        return self.room(values.shape, values.dtype).copy_(values)
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor to be written."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        needed = -(-nbytes // LINE) * LINE
         if needed > self._rest.numel():
             self._rest = _chunk(max(CHUNK, needed))
-        held = self._rest[: values.nbytes].view(values.dtype).view(values.shape)
+        room = self._rest[:nbytes].view(dtype).view(shape)
         self._rest = self._rest[needed:]
-        return held.copy_(values)
+        return room
 
 
 def _chunk(size: int) -> Tensor:

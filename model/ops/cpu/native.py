@@ -76,7 +76,7 @@ class CpuOps:
         if quantization is None:
             return FloatLinear.pack(weight, wide_bias, self._panel, self._weights)
         bits = QUANTIZED[quantization]
-        return RoundedLinear.pack(weight.float(), wide_bias, self._panel, bits, self._weights)
+        return RoundedLinear.pack(weight, wide_bias, self._panel, bits, self._weights)
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         if not isinstance(packed, (FloatLinear, RoundedLinear)):

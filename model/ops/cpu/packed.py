@@ -7,6 +7,8 @@ A panel is `panel` rows of W side by side, contiguous over K, in words of 32 bit
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,8 @@ from model.ops.cpu.rounding import ROUNDINGS
 
 WORD = 4
 """Bytes of a word: 1 fp32, 2 bf16 or 4 8-bit weights of one output, K ascending."""
+BLOCK_BYTES = 8 << 20
+"""fp32 weights that are packed at a time, unless a panel holds more; rounding takes about eleven times as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,8 @@ class FloatLinear:
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None, panel: int, memory: WeightMemory) -> FloatLinear:
         """weight [N, K] fp32 or bf16, bias [N] f32."""
-        return cls(memory.hold(into_panels(weight, panel)), bias, weight.shape[0], weight.shape[1], is_bf16(weight))
+        packed = _in_blocks(weight, panel, memory, lambda rows: into_panels(rows, panel))
+        return cls(packed, bias, weight.shape[0], weight.shape[1], is_bf16(weight))
 
     @property
     def nbytes(self) -> int:
@@ -62,13 +67,9 @@ class RoundedLinear:
 
     @classmethod
     def pack(cls, weight: Tensor, bias: Tensor | None, panel: int, bits: int, memory: WeightMemory) -> RoundedLinear:
-        """weight [N, K] f32, bias [N] f32; bits: 8 or 4."""
-        codes, factors = ROUNDINGS[bits](F.pad(weight, (0, 0, 0, -weight.shape[0] % panel)))
-        if bits == 4:
-            halves = codes.view(*codes.shape[:2], -1, 2, WORD)  # [N, groups, steps, half, byte]
-            codes = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(2)
-        parts = (_by_panel(codes.view(torch.int32), panel), _by_panel(factors, panel))
-        return cls(memory.hold(torch.cat(parts, 2)), bias, weight.shape[0], weight.shape[1], bits)
+        """weight [N, K] fp32 or bf16, bias [N] f32; bits: 8 or 4."""
+        packed = _in_blocks(weight, panel, memory, lambda rows: _rounded_panels(rows.float(), panel, bits))
+        return cls(packed, bias, weight.shape[0], weight.shape[1], bits)
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +85,28 @@ class RoundedLinear:
             x.data_ptr(), is_bf16(x), self.weight.data_ptr(), pointer(self.bias),
             out.data_ptr(), is_bf16(out), x.shape[0], self.out_features, self.in_features,
         )  # fmt: skip
+
+
+def _in_blocks(weight: Tensor, panel: int, memory: WeightMemory, pack: Callable[[Tensor], Tensor]) -> Tensor:
+    """pack [N, K] -> [panels, ..], block after block of rows, so that beside weight and result little is in memory."""
+    rows = max(1, BLOCK_BYTES // (4 * panel * weight.shape[1])) * panel
+    blocks = (pack(weight[start : start + rows]) for start in range(0, weight.shape[0], rows))
+    first = next(blocks)
+    packed = memory.room((-(-weight.shape[0] // panel), *first.shape[1:]), first.dtype)
+    at = 0
+    for block in itertools.chain([first], blocks):
+        packed[at : at + len(block)] = block
+        at += len(block)
+    return packed
+
+
+def _rounded_panels(weight: Tensor, panel: int, bits: int) -> Tensor:
+    """[n, K] f32 -> [panels, groups, words] i32, rows added to fill the last panel."""
+    codes, factors = ROUNDINGS[bits](F.pad(weight, (0, 0, 0, -weight.shape[0] % panel)))
+    if bits == 4:
+        halves = codes.view(*codes.shape[:2], -1, 2, WORD)  # [n, groups, steps, half, byte]
+        codes = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(2)
+    return torch.cat((_by_panel(codes.view(torch.int32), panel), _by_panel(factors, panel)), 2)
 
 
 def _by_panel(values: Tensor, panel: int) -> Tensor:
