@@ -50,6 +50,42 @@ def test_sentencepiece_unigram_gives_the_ids_of_sentencepiece(shared_data: Path)
     assert [tokenizer.encode(line).ids for line in lines] == [reference.encode(line) for line in lines]
 
 
+WORDS = ("the cat", "the hat", "that rat", "a tree", "her heart", "that other heat", "a great threat")
+SPACED = ("the cat", "", " ", "  the  hat ", "the   rat\n", " a", "a  ", "what is not there", "a\t b", "▁the", "  ▁a")
+
+
+def trained(folder: Path, **settings: Any) -> Path:
+    """A tiny model of sentencepiece itself, made of WORDS."""
+    lines = [f"{first} and {second}" for first in WORDS for second in WORDS]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(folder / "trained"), vocab_size=300, hard_vocab_limit=False,
+        byte_fallback=True, num_threads=1, minloglevel=2, **settings,
+    )  # fmt: skip
+    return folder / "trained.model"
+
+
+@pytest.mark.parametrize("squeezed", [False, True])
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize(("kind", "rule"), [("bpe", "identity"), ("unigram", "identity"), ("unigram", "nmt_nfkc")])
+def test_spaces_are_read_as_the_model_says(kind: str, rule: str, prefix: bool, squeezed: bool, tmp_path: Path) -> None:
+    path = trained(
+        tmp_path, model_type=kind, normalization_rule_name=rule, add_dummy_prefix=prefix,
+        remove_extra_whitespaces=squeezed,
+    )  # fmt: skip
+    tokenizer = Tokenizer.from_str(tokenizer_file(path)["tokenizer.json"])
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    for text in SPACED:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert ids == reference.encode(text), text
+        assert tokenizer.decode(ids).lstrip() == reference.decode(ids).lstrip(), text
+
+
+def test_a_model_that_marks_the_ends_of_words_is_refused(tmp_path: Path) -> None:
+    path = trained(tmp_path, model_type="unigram", treat_whitespace_as_suffix=True)
+    with pytest.raises(ConvertError, match="treat_whitespace_as_suffix"):
+        tokenizer_file(path)
+
+
 def llama3_ranks(shared_data: Path) -> list[bytes]:
     """The byte strings of Llama 3's vocabulary, from its GGUF."""
     back = {char: byte for byte, char in enumerate(byte_alphabet())}

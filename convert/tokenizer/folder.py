@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from convert.errors import ConvertError
-from convert.tokenizer.protobuf import parse_model
+from convert.tokenizer.protobuf import SentencepieceModel, parse_model
 from convert.tokenizer.sentencepiece import sentencepiece_files, unigram_files
 from convert.tokenizer.tekken import is_tekken, tekken_files
 from convert.tokenizer.tiktoken import read_ranks, tiktoken_files
@@ -40,14 +40,20 @@ def tokenizer_file(path: Path, llama31: bool = False) -> dict[str, str]:
         value = _json(path)
         return tekken_files(value, path) if isinstance(value, dict) and is_tekken(value) else {}
     if start[:1] == b"\x0a" and (model := parse_model(path.read_bytes())) is not None:
-        if model.algorithm == "bpe" and not model.charsmap:
-            return sentencepiece_files(model.pieces, path, model.add_dummy_prefix)
-        if model.algorithm == "unigram":
-            return unigram_files(model.pieces, path, model.charsmap, model.add_dummy_prefix)
-        raise ConvertError(f"sentencepiece model of type {model.algorithm} with a normaliser is not supported", path)
+        return _sentencepiece(model, path)
     if start.split(b"\n")[0].endswith(b" 0") and (ranks := read_ranks(path.read_bytes())) is not None:
         return tiktoken_files(ranks, path, llama31)
     return {}
+
+
+def _sentencepiece(model: SentencepieceModel, path: Path) -> dict[str, str]:
+    if model.oddity is not None:
+        raise ConvertError(f"sentencepiece model with {model.oddity}, which no tokenizer.json says", path)
+    if model.algorithm == "bpe" and not model.charsmap:
+        return sentencepiece_files(model.pieces, path, model.spaces)
+    if model.algorithm == "unigram":
+        return unigram_files(model.pieces, path, model.charsmap, model.spaces)
+    raise ConvertError(f"sentencepiece model of type {model.algorithm} with a normaliser is not supported", path)
 
 
 def _json(path: Path) -> object:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders
 from convert.errors import ConvertError
 from convert.tokenizer.assemble import Special, finish, special_files
 from convert.tokenizer.pre_tokenizers import CUTS
-from convert.tokenizer.sentencepiece import KINDS, Piece, add_special, bpe, sentencepiece_tokenizer, vocabulary
+from convert.tokenizer.sentencepiece import KINDS, Piece, Spaces, add_special, bpe, sentencepiece_tokenizer, vocabulary
 
 PREFIX = "tokenizer.ggml."
 
@@ -34,8 +34,8 @@ def tokenizer_files(metadata: Mapping[str, Any], path: Path) -> dict[str, str]:
     elif model == "llama":
         if PREFIX + "scores" not in metadata:
             raise ConvertError("tokenizer.ggml.scores is missing", path)
-        prefix = bool(metadata.get(PREFIX + "add_space_prefix", True))
-        tokenizer, add_bos = sentencepiece_tokenizer(pieces, path, prefix), True
+        spaces = Spaces(prefix=bool(metadata.get(PREFIX + "add_space_prefix", True)))
+        tokenizer, add_bos = sentencepiece_tokenizer(pieces, path, spaces), True
     else:
         raise ConvertError(f"tokenizer model {model!r} is not supported (known: gpt2, llama)", path)
     add_special(tokenizer, pieces)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-from convert.tokenizer.sentencepiece import Kind, Piece, sentencepiece_files
+from convert.tokenizer.sentencepiece import Kind, Piece, Spaces, sentencepiece_files
 
 LARGEST_FILE = 16 << 20
 NAMES = {0: "<unk>", 1: "<s>", 2: "</s>"}
@@ -20,7 +20,7 @@ def tokenizer_files(checkpoint: Path, vocab_size: int) -> dict[str, str]:
         if path != checkpoint and path.stat().st_size < LARGEST_FILE:
             tokens = read_tokens(path.read_bytes(), vocab_size)
             if tokens is not None:
-                return sentencepiece_files(_pieces(tokens), path)
+                return sentencepiece_files(_pieces(tokens), path, Spaces())
     return {}
 
 

@@ -6,10 +6,10 @@ Knows nothing of tokenizers. Field numbers are those of sentencepiece_model.prot
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from convert.tokenizer.sentencepiece import KINDS, Piece
+from convert.tokenizer.sentencepiece import KINDS, Piece, Spaces
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 Field = tuple[int, int | bytes]
@@ -17,13 +17,15 @@ Field = tuple[int, int | bytes]
 
 @dataclass(frozen=True, slots=True)
 class SentencepieceModel:
-    """algorithm: unigram, bpe, word or char. charsmap: the precompiled normaliser, empty for none."""
+    """algorithm: unigram, bpe, word or char. charsmap: the precompiled normaliser, empty for none. oddity: a flag that
+    changes tokens and is not what every model known sets it to.
+    """
 
     pieces: list[Piece]
     algorithm: str
     charsmap: bytes
-    add_dummy_prefix: bool
-    remove_extra_whitespaces: bool
+    spaces: Spaces
+    oddity: str | None
 
 
 def parse_model(raw: bytes) -> SentencepieceModel | None:
@@ -50,7 +52,14 @@ def _parse(raw: bytes) -> SentencepieceModel | None:
     algorithm = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}[int(trainer.get(3, 1))]
     charsmap = normalizer.get(2, b"")
     assert isinstance(charsmap, bytes)
-    return SentencepieceModel(pieces, algorithm, charsmap, bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1)))
+    spaces = Spaces(prefix=bool(normalizer.get(3, 1)), squeezed=bool(normalizer.get(4, 1)))
+    return SentencepieceModel(pieces, algorithm, charsmap, spaces, _oddity(trainer, normalizer))
+
+
+def _oddity(trainer: Mapping[int, object], normalizer: Mapping[int, object]) -> str | None:
+    if not normalizer.get(5, 1):
+        return "escape_whitespaces off"
+    return "treat_whitespace_as_suffix on" if trainer.get(24, 0) else None
 
 
 def _piece(raw: bytes) -> Piece:

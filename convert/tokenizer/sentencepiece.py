@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE, Unigram
 
 from convert.errors import ConvertError
@@ -32,12 +32,22 @@ class Piece:
     kind: Kind
 
 
-def sentencepiece_files(pieces: Sequence[Piece], path: Path, prefix: bool = True) -> dict[str, str]:
-    """The usual Llama arrangement: BOS added, <s> and </s> named so. prefix: see sentencepiece_tokenizer."""
-    return _with_special(sentencepiece_tokenizer(pieces, path, prefix), pieces, add_bos=True)
+@dataclass(frozen=True, slots=True)
+class Spaces:
+    """What happens to the spaces of a text. prefix: it starts as if one stood before it. squeezed: those at its ends
+    are dropped, and of several in a row one stays.
+    """
+
+    prefix: bool = True
+    squeezed: bool = False
 
 
-def unigram_files(pieces: Sequence[Piece], path: Path, charsmap: bytes, prefix: bool) -> dict[str, str]:
+def sentencepiece_files(pieces: Sequence[Piece], path: Path, spaces: Spaces) -> dict[str, str]:
+    """The usual Llama arrangement: BOS added, <s> and </s> named so."""
+    return _with_special(sentencepiece_tokenizer(pieces, path, spaces), pieces, add_bos=True)
+
+
+def unigram_files(pieces: Sequence[Piece], path: Path, charsmap: bytes, spaces: Spaces) -> dict[str, str]:
     """Unigram models: the most probable cut of a text. charsmap: sentencepiece's precompiled normaliser."""
     unknown = next((i for i, piece in enumerate(pieces) if piece.kind == "unknown"), None)
     vocabulary([piece.text for piece in pieces], path)
@@ -46,15 +56,24 @@ def unigram_files(pieces: Sequence[Piece], path: Path, charsmap: bytes, prefix: 
         raise ConvertError("the precompiled normaliser is damaged", path)
     try:
         tokenizer = Tokenizer(Unigram(table, unknown, any(piece.kind == "byte" for piece in pieces)))
-        steps: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+        first: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
     except Exception as error:  # the library raises plain Exception
         raise ConvertError(f"tokenizer: {error}", path) from error
-    steps += [normalizers.Strip(left=True, right=True), normalizers.Replace(Regex(" {2,}"), " ")]
-    tokenizer.normalizer = normalizers.Sequence(steps)
-    scheme: Literal["always", "never"] = "always" if prefix else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    _arrange_spaces(tokenizer, spaces, first)
     return _with_special(tokenizer, pieces, add_bos=False)
+
+
+def _arrange_spaces(tokenizer: Tokenizer, spaces: Spaces, first: Sequence[Any] = ()) -> None:
+    """Sets normaliser and decoder. first: normalisers that see the text before its spaces are looked at."""
+    steps = list(first)
+    if spaces.squeezed:
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if spaces.prefix:
+        steps.append(normalizers.Prepend("▁"))
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    back: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    is_cut = spaces.prefix or spaces.squeezed
+    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if is_cut else back)
 
 
 def _with_special(tokenizer: Tokenizer, pieces: Sequence[Piece], add_bos: bool) -> dict[str, str]:
@@ -68,8 +87,8 @@ def _with_special(tokenizer: Tokenizer, pieces: Sequence[Piece], add_bos: bool) 
     return {"tokenizer.json": tokenizer.to_str(), **special_files(special)}
 
 
-def sentencepiece_tokenizer(pieces: Sequence[Piece], path: Path, prefix: bool) -> Tokenizer:
-    """prefix: a text starts as if a space stood before it."""
+def sentencepiece_tokenizer(pieces: Sequence[Piece], path: Path, spaces: Spaces) -> Tokenizer:
+    """BPE; special tokens are not in it yet."""
     vocab = vocabulary([piece.text for piece in pieces], path)
     unknown = next((piece.text for piece in pieces if piece.kind == "unknown"), None)
     model = bpe(
@@ -77,10 +96,7 @@ def sentencepiece_tokenizer(pieces: Sequence[Piece], path: Path, prefix: bool) -
         byte_fallback=any(piece.kind == "byte" for piece in pieces),
     )  # fmt: skip
     tokenizer = Tokenizer(model)
-    replace = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace] if prefix else [replace])
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    _arrange_spaces(tokenizer, spaces)
     return tokenizer
 
 
