@@ -5,6 +5,7 @@ Knows nothing of what is in it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -71,7 +72,7 @@ def _blaming(destination: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not _is_ours(error.filename2 or error.filename, destination.absolute()):
+        if not _is_ours(error, destination.absolute()):
             raise
         what = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror
         raise ConvertError(
@@ -79,10 +80,11 @@ def _blaming(destination: Path) -> Iterator[None]:
         ) from error
 
 
-def _is_ours(name: str | None, destination: Path) -> bool:
-    """Nameless: a write; else the lock, what grows beside the destination, or a folder above it."""
+def _is_ours(error: OSError, destination: Path) -> bool:
+    """Of the lock, what grows beside the destination, or a folder above it; without a name, what only writes meet."""
+    name = error.filename2 or error.filename
     if name is None:
-        return True
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     path = Path(name).absolute()
     beside = (f".{destination.name}.lock", partial_of(destination).name)
     return any(part in beside for part in path.parts) or destination.is_relative_to(path)

@@ -57,6 +57,13 @@ def test_a_write_that_fails_names_the_destination_and_leaves_nothing(to: str, gg
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
+def test_a_read_that_fails_is_not_the_fault_of_the_destination(tmp_path: Path) -> None:
+    """The first page of a process cannot be read, and the system's error names no file."""
+    with pytest.raises(OSError, match="Input/output error") as caught, exclusive(tmp_path / "out", print):
+        Path("/proc/self/mem").read_bytes()
+    assert caught.value.filename is None
+
+
 def test_a_refused_conversion_leaves_no_folder_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = random_tensors(CONFIG)
     tensors["model.norm.weight"][0] = np.nan
