@@ -31,6 +31,8 @@ from model.weights import load_decoder
 TEXT = Path(__file__).parent / "quality_text.txt"
 WINDOW, SLICE, PAGE_SIZE = 512, 128, 64
 """Tokens that are read from position 0 on; of those, with logits in memory at a time; tokens of a page."""
+Q8_0_RUN = 32
+"""Weights of a row that share a scale in GGUF's q8_0."""
 FAIR = 2.0
 """A speed against q8_0 counts while our KL is at most this many times q8_0's."""
 
@@ -48,25 +50,33 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """bf16, the quantised weights, and q8_0."""
+    """bf16, the quantised weights, and q8_0 if it can hold these weights."""
 
     base: Quality
     own: Quality
-    q8_0: Quality
+    q8_0: Quality | None
 
     @property
-    def kl_over_q8_0(self) -> float:
+    def kl_over_q8_0(self) -> float | None:
+        if self.q8_0 is None:
+            return None
         return self.own.kl / self.q8_0.kl if self.q8_0.kl > 0 else math.inf
 
     def lines(self) -> list[str]:
         """A table and its meaning, for people."""
         title = f"over {self.base.tokens} tokens"
         lines = [f"{title:<22} {'perplexity':>10} {'KL to bf16':>12} {'same greedy':>12}"]
-        for row in (self.base, self.own, self.q8_0):
+        for row in filter(None, (self.base, self.own, self.q8_0)):
             lines.append(f"{row.weights:<22} {row.perplexity:10.3f} {row.kl:12.2e} {row.same_greedy:12.1%}")
-        verdict = "counts" if self.kl_over_q8_0 <= FAIR else "does not count"
-        ratio = f"KL is {self.kl_over_q8_0:.2f} times q8_0's (at most {FAIR:g})"
-        return [*lines, f"a speed of {self.own.weights} against q8_0 {verdict}: {ratio}"]
+        return [*lines, self._verdict()]
+
+    def _verdict(self) -> str:
+        ratio = self.kl_over_q8_0
+        if ratio is None:
+            return f"q8_0 cannot be compared: it takes rows of whole runs of {Q8_0_RUN} weights, this model has others"
+        verdict = "counts" if ratio <= FAIR else "does not count"
+        reason = f"KL is {ratio:.2f} times q8_0's (at most {FAIR:g})"
+        return f"a speed of {self.own.weights} against q8_0 {verdict}: {reason}"
 
     def as_json(self) -> dict[str, Any]:
         """As --json prints it."""
@@ -87,6 +97,10 @@ class ScaledOps(CpuOps):
         return super().linear(x, packed, out_dtype)
 
 
+class OddWidthError(Exception):
+    """These weights have no q8_0 form."""
+
+
 class YardstickOps(CpuOps):
     """Rounds as q8_0 does whatever is to be quantised, layers and head, and computes with it in fp32."""
 
@@ -95,10 +109,10 @@ class YardstickOps(CpuOps):
 
 
 def rounded_to_q8_0(weight: Tensor) -> Tensor:
-    """[N, K] -> f32 [N, K]: runs of 32 of a row become whole numbers to 127 times an fp16 scale."""
-    if weight.shape[1] % 32:
-        raise ValueError(f"q8_0 takes rows of whole runs of 32 weights; these have {weight.shape[1]}")
-    blocks = weight.float().reshape(-1, 32)
+    """[N, K] -> f32 [N, K]: runs of a row become whole numbers to 127 times an fp16 scale. Raises OddWidthError."""
+    if weight.shape[1] % Q8_0_RUN:
+        raise OddWidthError
+    blocks = weight.float().reshape(-1, Q8_0_RUN)
     scale = blocks.abs().amax(1, keepdim=True) / 127
     codes = (blocks / scale.clamp(min=1e-30)).round()
     return (codes * scale.half().float()).view(weight.shape)
@@ -108,21 +122,26 @@ def measure_quality(folder: Path, quantization: str) -> Comparison:
     """Three forwards over the text, on the CPU. Raises ConvertError where it cannot be measured."""
     windows = windows_of(folder)
     try:
-        ops, yardstick = CpuOps(find_library()), YardstickOps(find_library())
-        rounding = ScaledOps(find_library()) if quantization == "fp8" else ops
-        decoders = {
-            quantization: _load(folder, rounding, quantization),
-            "q8_0": _load(folder, yardstick, "q8_0"),
-        }
+        ops = CpuOps(find_library())
+        own = _load(folder, ScaledOps(find_library()) if quantization == "fp8" else ops, quantization)
     except (UnavailableError, ValueError) as error:
         raise ConvertError(f"the cost of {quantization} cannot be measured: {error}", folder) from error
-    base = _load(folder, ops, None)
-    sums = {name: torch.zeros(3, dtype=torch.float64) for name in ("bf16", *decoders)}
+    base, yardstick = _load(folder, ops, None), _load_yardstick(folder)
+    decoders = {"bf16": base, quantization: own} | ({} if yardstick is None else {"q8_0": yardstick})
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in decoders}
     for ids in windows:
-        for expected, logits in _side_by_side(ids, base, list(decoders.values())):
-            for name, own in zip(sums, logits, strict=True):
-                sums[name] += _summed(logits[0], own, expected)
-    return Comparison(*(_quality(name, own, len(windows) * (WINDOW - 1)) for name, own in sums.items()))
+        for expected, logits in _side_by_side(ids, list(decoders.values())):
+            for name, rows in zip(sums, logits, strict=True):
+                sums[name] += _summed(logits[0], rows, expected)
+    found = {name: _quality(name, total, len(windows) * (WINDOW - 1)) for name, total in sums.items()}
+    return Comparison(found["bf16"], found[quantization], found.get("q8_0"))
+
+
+def _load_yardstick(folder: Path) -> Decoder | None:
+    try:
+        return _load(folder, YardstickOps(find_library()), "q8_0")
+    except OddWidthError:
+        return None
 
 
 def windows_of(folder: Path) -> list[list[int]]:
@@ -138,9 +157,8 @@ def _load(folder: Path, ops: CpuOps, quantization: str | None) -> Decoder:
     return load_decoder(folder, load_config(folder), ops, "cpu", torch.bfloat16, quantization, max_positions=WINDOW)
 
 
-def _side_by_side(ids: list[int], base: Decoder, others: list[Decoder]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """The next tokens [T], and the logits [T, V] f32 of base and others, a slice at a time."""
-    models = [base, *others]
+def _side_by_side(ids: list[int], models: list[Decoder]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """The next tokens [T], and the logits [T, V] f32 of each model, a slice at a time."""
     hidden = [hidden_states(model, ids) for model in models]
     for start in range(0, WINDOW - 1, SLICE):
         end = min(start + SLICE, WINDOW - 1)

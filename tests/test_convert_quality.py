@@ -62,6 +62,19 @@ def test_the_command_prints_json(folder: Path, capsys: pytest.CaptureFixture[str
     assert json.loads(capsys.readouterr().out).keys() == {"base", "own", "q8_0", "kl_over_q8_0"}
 
 
+def test_odd_widths_are_measured_without_the_yardstick(
+    tiny_model: ModelFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    native_library()
+    odd = tiny_model("llama", intermediate_size=90)
+    assert main_verify([str(odd), "--quantization", "int8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == ["bf16", "int8"] and "q8_0 cannot be compared" in lines[-1]
+    assert main_verify([str(odd), "--quantization", "int8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["own"]["kl"] < 0.1 and found["q8_0"] is found["kl_over_q8_0"] is None
+
+
 def test_what_cannot_be_measured_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "tokenizer.json").unlink()
     assert main_verify([str(folder), "--quantization", "int8"]) == 1
