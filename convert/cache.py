@@ -53,9 +53,12 @@ def ensure_canonical(
     return folder
 
 
-def cached(path: Path) -> Path | None:
-    """The conversion of a file in the default cache, if it is there and whole. Loads nothing that converts."""
-    folder = default_cache() / cache_key(path)
+def cached(path: Path, is_unwanted: Callable[[], bool]) -> Path | None:
+    """The conversion of a file in the default cache, if it is there and whole. Loads nothing that converts.
+
+    Raises InterruptedError once it is unwanted: all of a large file is read.
+    """
+    folder = default_cache() / cache_key(path, is_unwanted)
     return folder if is_whole(folder) else None
 
 
@@ -102,7 +105,7 @@ def default_cache() -> Path:
     return Path(configured) if configured else Path.home() / ".cache" / "ropeway" / "models"
 
 
-def cache_key(path: Path) -> str:
+def cache_key(path: Path, is_unwanted: Callable[[], bool] = lambda: False) -> str:
     """Name, size and SHA-256 of the content, and the converter's version: `smollm2-98M0a1b2c3d4e5f6071-v1`."""
     files = part_files(path) if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
     digest, size = hashlib.sha256(), 0
@@ -112,6 +115,8 @@ def cache_key(path: Path) -> str:
             digest.update(f"{name}\0{file.stat().st_size}\0".encode())
         with file.open("rb") as stream:
             while piece := stream.read(READ_BYTES):
+                if is_unwanted():
+                    raise InterruptedError
                 digest.update(piece)
                 size += len(piece)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip(".-") or "model"

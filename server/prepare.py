@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,7 +31,7 @@ async def prepare(model: str | None, on_progress: Callable[[Progress], None]) ->
         return Path(model)
     check_exists(model)
     on_progress(Progress("convert"))
-    if (folder := await asyncio.to_thread(converted_before, model)) is not None:
+    if (folder := await converted_before(model)) is not None:
         return folder
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -44,13 +45,21 @@ async def prepare(model: str | None, on_progress: Callable[[Progress], None]) ->
         await asyncio.to_thread(process.join)
 
 
-def converted_before(model: str | None) -> Path | None:
+async def converted_before(model: str | None) -> Path | None:
     """What an earlier start made of a file: no need for a process to find it. Refusals are the other process's."""
+    is_over = threading.Event()
+
+    def look() -> Path | None:
+        try:
+            source = demo_model_file() if model is None else Path(model)
+            return cached(source, is_over.is_set) if source.is_file() else None
+        except (ConvertError, OSError):
+            return None
+
     try:
-        source = demo_model_file() if model is None else Path(model)
-        return cached(source) if source.is_file() else None
-    except (ConvertError, OSError):
-        return None
+        return await asyncio.to_thread(look)
+    finally:
+        is_over.set()  # the end of the program waits for threads
 
 
 def is_servable(folder: Path) -> bool:

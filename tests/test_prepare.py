@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,24 @@ def test_a_folder_of_pickles_is_converted_although_it_has_a_config(
     assert folder.parent.is_relative_to(tmp_path / "cache") and "convert" in phases
     written = load_file(folder / "model.safetensors")
     assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_file_that_is_still_read_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """The file is so long that reading it takes hours."""
+    file = tmp_path / "model.gguf"
+    file.touch()
+    os.truncate(file, 4 << 40)
+
+    def is_read() -> bool:
+        return any(link.resolve() == file for link in Path("/proc/self/fd").iterdir())
+
+    async def begin_and_leave() -> None:
+        task = asyncio.create_task(prepare(str(file), lambda progress: None))
+        while not is_read():
+            await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(begin_and_leave())  # waits for the thread
 
 
 def test_a_folder_without_weights_is_refused_in_one_line(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
