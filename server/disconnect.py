@@ -12,7 +12,7 @@ from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from server.errors import ApiError
 
@@ -93,7 +93,7 @@ class EventStream(Response):
                 async with Writer(send_body, self._write_timeout, self._on_slow) as write:
                     await write(first)
                     await self._write_rest(events, write)
-                await send({"type": "http.response.body", "body": b""})
+                    await write.end()
 
     async def _write_rest(self, events: AsyncIterator[str], write: Writer) -> None:
         """An error after the first event is an event, and the end mark comes in any case."""
@@ -119,8 +119,15 @@ class Writer:
         self._begun: float | None = None
 
     async def __call__(self, part: str) -> None:
+        await self._write({"type": "http.response.body", "body": part.encode(), "more_body": True})
+
+    async def end(self) -> None:
+        """The body is complete."""
+        await self._write({"type": "http.response.body", "body": b""})
+
+    async def _write(self, message: Message) -> None:
         self._begun = self._loop.time()
-        await self._send({"type": "http.response.body", "body": part.encode(), "more_body": True})
+        await self._send(message)
         self._begun = None
 
     async def __aenter__(self) -> Writer:
