@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 refused or failed (one line says why), 2 wrong usage, 130 ended by Ctrl-C."""
+    """Exit code: 0 done, 1 refused or failed (one line says why), 2 wrong usage, 130 ended by Ctrl-C, 141 unread."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
         return guarded(given[0], lambda: run_command(given[0], given[1:]))

@@ -1,4 +1,4 @@
-"""How a command ends that was broken off, by Ctrl-C or by a file that fails: one line, no traceback.
+"""How a command ends that was broken off, by Ctrl-C, a file that fails or a reader that goes: no traceback.
 
 Knows no command: what each refuses in its own words, it refuses itself.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTED = 130  # what shells expect of a process that Ctrl-C ended
+UNREAD = 141  # and of one that SIGPIPE ended
 ADVICE = {
     errno.ENOSPC: "free some space or name a place on another disk",
     errno.EROFS: "name another place",
@@ -27,7 +29,10 @@ ADVICE = {
 
 
 def guarded(command: str, run: Callable[[], int]) -> int:
-    """What `run` returns; 1 for an OSError that it lets through, 130 for Ctrl-C, each with its line on stderr."""
+    """What `run` returns; 1 for an OSError that it lets through, 130 for Ctrl-C, each with its line on stderr.
+
+    141 and no word when the reader of stdout has gone, as `head` does once it has its lines.
+    """
     try:
         code = run()
         sys.stdout.flush()
@@ -38,8 +43,18 @@ def guarded(command: str, run: Callable[[], int]) -> int:
         print(f"{begin}ropeway {command}: {': '.join(['interrupted', *map(str, stop.args)])}", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and is_unread(sys.stdout.fileno()):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer
+            return UNREAD
         print(f"ropeway {command}: {line_of(error)}", file=sys.stderr)
         return 1
+
+
+def is_unread(descriptor: int) -> bool:
+    """Whether it is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @contextmanager
