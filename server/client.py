@@ -91,6 +91,7 @@ class EngineClient:
         self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._query_ids = itertools.count()
         self._throughput = Throughput()
+        self._left_unheard = 0  # sequences of readers who left before the engine took in that they had come
         self._closing = False
 
     async def start(self) -> EngineInfo:
@@ -137,7 +138,9 @@ class EngineClient:
         if self.failure is not None:
             raise EngineDeadError(self.failure)
         stream = Stream(submits)
-        over = self.open_sequences + stream.sequences - self.limit
+        if not self._process.has_unread:
+            self._left_unheard = 0
+        over = self.open_sequences + self._left_unheard + stream.sequences - self.limit
         if over > 0:
             raise QueueFullError(self.limit, self._throughput.seconds_until(over))
         if not self._streams:
@@ -159,6 +162,7 @@ class EngineClient:
         open_ids = tuple({id for id, _ in stream.open if id in self._streams})
         if open_ids and self.failure is None:
             self._process.send(Abort(open_ids, reason))
+            self._left_unheard += stream.sequences
         known = [self._streams.pop(id, None) for id in stream.ids]
         if any(known):
             self._throughput.finished()

@@ -94,6 +94,11 @@ class EngineProcess(asyncio.Protocol):
         await self._loop.create_unix_connection(lambda: self, sock=socket.socket(fileno=os.dup(pipe.fileno())))
         self._write(self._config)
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether messages wait here because the engine, which reads between two steps, has not made room for them."""
+        return self._transport is not None and self._transport.get_write_buffer_size() > 0
+
     def send(self, message: ToEngine) -> None:
         """Never blocks; what is sent before `start` or after the end is lost."""
         self._write(message)

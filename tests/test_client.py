@@ -162,21 +162,6 @@ def test_queue_timeout_is_over_once_a_row_has_come() -> None:
 
 
 @pytest.mark.fault
-def test_a_reader_that_never_comes_is_cut() -> None:
-    async def test(client: EngineClient) -> None:
-        async with client.stream([submit("slow", [1], max_tokens=10**9)]) as stream:
-            while (await aborted(client)).get("slow") is None:
-                pass
-            unread = stream.unread
-            with pytest.raises(StreamCutError, match="slow_reader"):
-                async for _ in stream:
-                    pass
-        assert unread == 4097
-
-    with_client(test)
-
-
-@pytest.mark.fault
 def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     async def test(client: EngineClient) -> None:
         async with client.stream([submit("a", [1], seed=SILENT), submit("b", [1], seed=SILENT)]):
