@@ -74,7 +74,6 @@ class ModelConfig:
     qk_norm: bool
     fused: bool
     attention_scale: float
-    eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
     @property
@@ -119,7 +118,6 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             fused=family.fused,
             attention_scale=head_dim**-0.5,
-            eos_token_ids=token_ids(raw, "eos_token_id"),
             bos_token_id=next(iter(token_ids(raw, "bos_token_id")), None),
         )
         _check(config, raw)
@@ -132,17 +130,8 @@ def served_dtype(stored: str) -> str:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read folder/config.json; end-of-sequence ids of generation_config.json, where present, join those of the model.
-
-    Raises ConfigError, for a missing or broken file too.
-    """
-    raw = dict(_read_json(folder / "config.json"))
-    generation = folder / "generation_config.json"
-    if generation.exists():
-        ids = token_ids(raw, "eos_token_id")
-        more = token_ids(_read_json(generation), "eos_token_id")
-        raw["eos_token_id"] = list(dict.fromkeys(ids + more))
-    return ModelConfig.from_dict(raw)
+    """Read folder/config.json. Raises ConfigError, for a missing or broken file too."""
+    return ModelConfig.from_dict(_read_json(folder / "config.json"))
 
 
 def _read_json(path: Path) -> Json:

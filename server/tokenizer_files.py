@@ -9,13 +9,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from model.json_values import token_ids
+
 
 def end_ids(folder: Path) -> frozenset[int]:
-    """What generation_config.json says, else config.json, else the eos_token of tokenizer_config.json."""
-    generation, config = read_json(folder / "generation_config.json"), read_json(folder / "config.json")
-    end = generation.get("eos_token_id", config.get("eos_token_id"))
-    if end is not None and end != []:
-        return frozenset([end] if isinstance(end, int) else end)
+    """What generation_config.json says, else config.json, else the eos_token of tokenizer_config.json.
+
+    Raises ValueError for a file that is broken or says something else than ids.
+    """
+    for name in ("generation_config.json", "config.json"):
+        if ids := token_ids(read_json(folder / name), "eos_token_id"):
+            return frozenset(ids)
     eos = token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
     added = read_json(folder / "tokenizer.json").get("added_tokens", [])
     return frozenset(item["id"] for item in added if item["content"] == eos)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -46,9 +45,9 @@ def read(**keys: Any) -> ModelConfig:
 
 
 def test_the_plain_case() -> None:
-    config = read(eos_token_id=[2, 3], bos_token_id=1, torch_dtype="bfloat16", rms_norm_eps=1e-5)
+    config = read(bos_token_id=[1, 2], torch_dtype="bfloat16", rms_norm_eps=1e-5)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (4, 8, 2, 8)
-    assert (config.eos_token_ids, config.bos_token_id, config.dtype) == ((2, 3), 1, "bfloat16")
+    assert (config.bos_token_id, config.dtype) == (1, "bfloat16")
     assert config.attention_scale == pytest.approx(8**-0.5)
     assert config.windows == (None,) * 4
     assert config.rope == RopeConfig()
@@ -191,19 +190,13 @@ def test_biases_and_norms_by_family() -> None:
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "must name 4 layers"),
         ({"model_type": "mistral", "layer_types": 4}, "must name 4 layers"),
         ({"dtype": "float16", "torch_dtype": "bfloat16"}, "disagree"),
-        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"bos_token_id": "<s>"}, "bos_token_id is '<s>'"),
     ],
 )
 def test_what_is_refused_and_why(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(**keys)
     assert message in str(error.value)
-
-
-def test_generation_config_adds_end_tokens(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(BASE | {"eos_token_id": 2}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
-    assert load_config(tmp_path).eos_token_ids == (2, 5)
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "does not exist"), ("{", "is not JSON"), ("[]", "holds list")])

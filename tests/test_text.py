@@ -191,7 +191,9 @@ def test_end_ids_come_from_generation_config_first(tiny_model: Callable[..., Pat
 
     assert end_ids({"eos_token_id": [256, 257]}) == {256, 257}
     assert end_ids({"eos_token_id": 258}) == {258}
-    assert end_ids({}) == {257}
+    assert end_ids({}) == end_ids({"eos_token_id": None}) == {257}
+    with pytest.raises(ValueError, match="eos_token_id is '</s>', expected int"):
+        end_ids({"eos_token_id": "</s>"})
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
