@@ -10,12 +10,7 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads that spin starve a busy machine
 
 import json
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +20,13 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from tests.live_server import REPOSITORY as REPOSITORY
+from tests.live_server import LiveServer as LiveServer
+from tests.live_server import free_port as free_port
+from tests.live_server import start_server as start_server
+from tests.native_ops import threads
+from tests.scripted_server import running
+
 BOS, EOS, PAD = 256, 257, 258
 VOCAB_SIZE = 259
 
@@ -190,63 +191,14 @@ def chain_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[int,
     return make
 
 
-@dataclass
-class LiveServer:
-    """A `ropeway serve` process, and what it printed."""
-
-    process: subprocess.Popen[str]
-    url: str
-    log: Path
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text()
-
-    def wait_ready(self, seconds: float = 120) -> None:
-        """Poll /readyz; a process that ended instead fails the test with its own output."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, f"server ended with {self.process.returncode}:\n{self.output}"
-            if self.is_ready():
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"server not ready after {seconds} s:\n{self.output}")
-
-    def is_ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/readyz").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def stop(self, seconds: float = 20) -> int:
-        """SIGTERM; returns the exit code. A server that does not end is killed and fails the test."""
-        self.process.terminate()
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise AssertionError(f"server did not stop within {seconds} s:\n{self.output}") from None
-
-
 ServerFactory = Callable[..., LiveServer]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def start_server(model: Path, log: Path, *args: str, env: dict[str, str] | None = None) -> LiveServer:
-    port = free_port()
-    command = [sys.executable, "-m", "server", "serve", str(model), "--port", str(port), *args]
-    settings = {name: value for name, value in os.environ.items() if not name.startswith("ROPEWAY_")}
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY, env=settings | (env or {})
-        )
-    return LiveServer(process, f"http://127.0.0.1:{port}", log)
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from a second thread and lose much where other work runs."""
+    with threads(1):
+        yield
 
 
 @pytest.fixture
@@ -279,3 +231,18 @@ def live_server(tiny_model: ModelFactory, tmp_path_factory: pytest.TempPathFacto
     finally:
         if server.process.poll() is None:
             server.stop()
+
+
+@pytest.fixture(scope="session")
+def repeater(tiny_model: ModelFactory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """One server whose engine repeats its prompt, for all tests that share it; its model is called m and other."""
+    log = tmp_path_factory.mktemp("repeater") / "server.log"
+    with running(tiny_model(), log, "--served-model-name", "m", "--served-model-name", "other") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def http(repeater: LiveServer) -> Iterator[httpx.Client]:
+    """A client of the repeater."""
+    with httpx.Client(base_url=repeater.url, timeout=30) as client:
+        yield client

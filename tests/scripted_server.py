@@ -8,22 +8,29 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tests.conftest import LiveServer
+from tests.live_server import REPOSITORY, LiveServer, free_port
 
 
 def launch(model: Path, log: Path, *args: str, module: str = "tests.scripted_server") -> LiveServer:
-    """For tests. The server's own process must not load their fixtures, hence the late import."""
-    from tests.conftest import REPOSITORY, LiveServer, free_port
-
     port = free_port()
     command = [sys.executable, "-m", module, str(model), "--port", str(port), *args]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY)
     return LiveServer(process, f"http://127.0.0.1:{port}", log)
+
+
+@contextmanager
+def running(model: Path, log: Path, *args: str) -> Iterator[LiveServer]:
+    """Ready at the beginning of the block, ended in order at its end, and no traceback printed meanwhile."""
+    server = launch(model, log, *args)
+    server.wait_ready()
+    yield server
+    assert "Traceback" not in server.output
+    assert server.stop() == 0
 
 
 def main() -> int:

@@ -3,91 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from server.schemas import ChatBody, CompletionBody
 from tests.conftest import EOS, LiveServer
+from tests.openai_calls import CONTEXT, HI, chat, complete, events, refused, streamed
 from tests.scripted_engine import ERROR, SILENT
-from tests.scripted_server import launch
-
-CONTEXT = 512
-HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture(scope="module")
-def live(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    log = tmp_path_factory.mktemp("api") / "server.log"
-    server = launch(tiny_model(), log, "--served-model-name", "m", "--served-model-name", "other")
-    server.wait_ready()
-    yield server
-    assert "Traceback" not in server.output
-    assert server.stop() == 0
-
-
-@pytest.fixture(scope="module")
-def http(live: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=live.url, timeout=30) as client:
-        yield client
-
-
-def complete(http: httpx.Client, **body: Any) -> dict[str, Any]:
-    response = http.post("/v1/completions", json={"prompt": "abc"} | body)
-    assert response.status_code == 200, response.text
-    reply: dict[str, Any] = response.json()
-    return reply
-
-
-def chat(http: httpx.Client, **body: Any) -> dict[str, Any]:
-    response = http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 8} | body)
-    assert response.status_code == 200, response.text
-    reply: dict[str, Any] = response.json()
-    return reply
-
-
-def refused(http: httpx.Client, path: str = "/v1/completions", status: int = 400, **body: Any) -> dict[str, Any]:
-    default: dict[str, Any] = {"prompt": "abc"} if path == "/v1/completions" else {"messages": HI}
-    response = http.post(path, json=default | body)
-    assert response.status_code == status, response.text
-    error: dict[str, Any] = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["message"]
-    return error
-
-
-def events(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
-    """A strict reader: bytes, cut at blank lines, one data line with one JSON object each, [DONE] once and last."""
-    response = http.post(path, json={"stream": True} | body)
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    blocks = response.content.split(b"\n\n")
-    assert blocks.pop() == b"" and blocks.pop() == b"data: [DONE]"
-    assert all(block.startswith(b"data: ") and b"\n" not in block for block in blocks)
-    return [json.loads(block.removeprefix(b"data: ")) for block in blocks]
-
-
-def streamed(http: httpx.Client, path: str, **body: Any) -> dict[int, dict[str, Any]]:
-    """Per choice: the joined text, the finish reason and the joined log-probabilities."""
-    choices: dict[int, dict[str, Any]] = {}
-    for event in events(http, path, **body):
-        for choice in event["choices"]:
-            entry = choices.setdefault(choice["index"], {"text": "", "finish_reason": None, "logprobs": []})
-            assert entry["finish_reason"] is None, "nothing comes after the end of a choice"
-            entry["text"] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-            entry["finish_reason"] = choice["finish_reason"]
-            entry["logprobs"] += [choice["logprobs"]] if choice["logprobs"] else []
-    return choices
-
 
 # ---- completions
 
@@ -270,63 +196,6 @@ def test_template_variables_cannot_replace_ours(http: httpx.Client, name: str) -
     assert chat(http, chat_template_kwargs={name: []})["usage"]["prompt_tokens"] == chat(http)["usage"]["prompt_tokens"]
 
 
-# ---- streams
-
-
-@pytest.mark.parametrize("extra", [{}, {"logprobs": 2}, {"n": 3}, {"stop": ["ca"]}, {"echo": True, "logprobs": 0}])
-def test_a_stream_equals_the_whole_reply(http: httpx.Client, extra: dict[str, Any]) -> None:
-    body = {"prompt": "abcé", "max_tokens": 11} | extra
-    whole = {choice["index"]: choice for choice in complete(http, **body)["choices"]}
-    parts = streamed(http, "/v1/completions", **body)
-    for index, choice in whole.items():
-        assert parts[index]["text"] == choice["text"]
-        assert parts[index]["finish_reason"] == choice["finish_reason"]
-        for column in choice["logprobs"] or {}:
-            assert [*chain(*(part[column] for part in parts[index]["logprobs"]))] == choice["logprobs"][column]
-
-
-def test_chat_chunks(http: httpx.Client) -> None:
-    chunks = events(http, "/v1/chat/completions", messages=HI, max_tokens=14, n=2, logprobs=True, top_logprobs=1)
-    assert len({chunk["id"] for chunk in chunks}) == 1
-    for chunk in chunks:
-        assert chunk["object"] == "chat.completion.chunk" and "usage" not in chunk
-        assert all({"index", "delta", "logprobs", "finish_reason"} == set(choice) for choice in chunk["choices"])
-    for index in (0, 1):
-        own = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
-        assert own[0]["delta"] == {"role": "assistant", "content": ""}
-        assert own[-1] == {"index": index, "delta": {}, "logprobs": None, "finish_reason": "stop"}
-        assert [choice["finish_reason"] for choice in own[:-1]] == [None] * (len(own) - 1)
-        assert "".join(choice["delta"].get("content", "") for choice in own) == "user: hi"
-        entries = [entry for choice in own if choice["logprobs"] for entry in choice["logprobs"]["content"]]
-        assert [entry["token"] for entry in entries] == ["<|bos|>", *"user: hi", "<|eos|>"]
-
-
-def test_usage_in_a_stream(http: httpx.Client) -> None:
-    body = {"prompt": "abc", "n": 2, "seed": 1, "max_tokens": 20}
-    whole = complete(http, **body)["usage"]
-    chunks = events(http, "/v1/completions", stream_options={"include_usage": True}, **body)
-    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole
-    assert all(chunk["choices"] and chunk["usage"] is None for chunk in chunks[:-1])
-    chunks = events(http, "/v1/completions", stream_options={"continuous_usage_stats": True}, **body)
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks][-1] == 40
-    assert all(chunk["choices"] for chunk in events(http, "/v1/completions", **body))
-    refused(http, stream_options={"include_usage": True})
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_bad_stream_is_refused_before_it_starts(http: httpx.Client, path: str) -> None:
-    long = "x" * (CONTEXT + 1)
-    response = http.post(path, json={"stream": True, "prompt": long, "messages": [{"role": "user", "content": long}]})
-    assert response.status_code == 400 and response.headers["content-type"] == "application/json"
-
-
-def test_warnings_come_on_the_last_chunk(http: httpx.Client) -> None:
-    assert complete(http, frobnicate=1)["warnings"] == ["frobnicate: unknown field, ignored"]
-    options = {"stream_options": {"include_usage": True}}
-    chunks = events(http, "/v1/chat/completions", messages=HI, max_tokens=9, frobnicate=1, **options)
-    assert [("warnings" in chunk) for chunk in chunks] == [False] * (len(chunks) - 2) + [True, False]
-
-
 # ---- log-probabilities
 
 
@@ -343,89 +212,7 @@ def test_logprobs_of_half_characters(http: httpx.Client) -> None:
     assert reply["top_logprobs"] == [{"bytes:\\xc3": -0.5}, {"bytes:\\xa9": -0.5}]
 
 
-# ---- everything that can be wrong with a request
-
-
-def test_framework_errors_have_the_same_shape(http: httpx.Client) -> None:
-    for response, status in (
-        (http.get("/v1/nope"), 404),
-        (http.get("/v1/completions"), 405),
-        (http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"}), 400),
-        (http.post("/v1/completions", content=b"hello"), 400),
-        (http.post("/v1/completions", json=[1]), 400),
-        (http.post("/v1/completions", json="x"), 400),
-        (http.post("/v1/completions", json={}), 400),
-        (http.get("/v1/models/nope"), 404),
-    ):
-        assert response.status_code == status, response.text
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b'{"prompt": "\\ud800"}',
-        b'{"prompt": "a", "temperature": NaN}',
-        b'{"prompt": "a", "temperature": 1e400}',
-        b'{"prompt": "a", "\\ud800": 1}',
-        b'{"prompt": "a", "user": "\xff"}',
-        b'{"prompt": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"prompt": "a", "max_tokens": 1' + b"0" * 5000 + b"}",
-        b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}",
-        b'{"prompt": "a"} {"prompt": "b"}',
-    ],
-)
-def test_bodies_that_are_no_good_json(http: httpx.Client, raw: bytes) -> None:
-    response = http.post("/v1/completions", content=raw, headers={"Content-Type": "application/json"})
-    assert response.status_code == 400 and response.json()["error"]["message"], response.text
-    complete(http)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -0.1),
-        ("top_p", 2.0),
-        ("top_k", -7),
-        ("presence_penalty", 5),
-        ("seed", 2**63),
-        ("n", 5_000_000),
-        ("logit_bias", {"259": 5}),
-        ("logit_bias", {"x": 5}),
-        ("logit_bias", {"²": 5}),
-        ("stop_token_ids", [264]),
-        ("allowed_token_ids", [259]),
-        ("min_tokens", 17),
-        ("max_tokens", "ten"),
-        ("best_of", 10**6),
-        ("suffix", "x"),
-        ("use_beam_search", True),
-        ("stream_options", {"include_usage": True}),
-        ("best_of", 1),
-    ],
-)
-def test_the_field_at_fault_is_named(http: httpx.Client, field: str, value: Any) -> None:
-    error = refused(http, **{"n": 2, field: value})
-    assert field in error["message"] and error["param"] in (field, None)
-    complete(http)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=4,
-)
-
-
-@given(st.sampled_from([*ChatBody.model_fields, *CompletionBody.model_fields]), JSON)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_value_of_any_field_is_our_fault(http: httpx.Client, name: str, value: Any) -> None:
-    if name in ("timeout", "queue_timeout"):
-        return  # a huge one is fine and a tiny one is a 503 by design
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        body = json.dumps({"prompt": "a", "messages": HI, "max_tokens": 2} | {name: value})
-        response = http.post(path, content=body, headers={"Content-Type": "application/json"})
-        assert response.status_code in (200, 400, 404), f"{response.status_code} {response.text} for {body}"
+# ---- models and ids
 
 
 def test_models(http: httpx.Client) -> None:
@@ -454,16 +241,11 @@ def test_the_same_request_id_twice_at_once(http: httpx.Client) -> None:
     assert texts == [letter * 200 for letter in "abcdefgh"]
 
 
-def test_encoded_bodies_are_refused_by_name(http: httpx.Client) -> None:
-    response = http.post("/v1/completions", content=b"x", headers={"Content-Encoding": "gzip"})
-    assert response.status_code == 415 and "gzip" in response.json()["error"]["message"]
-
-
 # ---- the official client
 
 
-def test_openai_client(live: LiveServer) -> None:
-    client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+def test_openai_client(repeater: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{repeater.url}/v1", api_key="none", max_retries=0)
     messages: Any = HI
     answer = client.chat.completions.create(model="m", messages=messages, max_tokens=14, logprobs=True)
     assert answer.choices[0].message.content == "user: hi" and answer.choices[0].finish_reason == "stop"
@@ -479,9 +261,9 @@ def test_openai_client(live: LiveServer) -> None:
         client.completions.create(model="m", prompt="x", temperature=-1)
 
 
-def test_openai_async_client(live: LiveServer) -> None:
+def test_openai_async_client(repeater: LiveServer) -> None:
     async def ask() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{repeater.url}/v1", api_key="none", max_retries=0) as client:
             answers = await asyncio.gather(
                 *(client.completions.create(model="m", prompt=text, max_tokens=9) for text in "abcdef")
             )

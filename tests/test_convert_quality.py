@@ -42,7 +42,7 @@ def test_figures_are_those_of_another_forward(folder: Path) -> None:
     base, own, yardstick = comparison.base, comparison.own, comparison.q8_0
     assert base.tokens == own.tokens == len(windows) * (WINDOW - 1) and len(windows) * WINDOW > 10_000
     assert base.kl == 0 and base.same_greedy == 1
-    assert 0 < yardstick.kl < own.kl < 0.1 and own.same_greedy > 0.9
+    assert yardstick is not None and 0 < yardstick.kl < own.kl < 0.1 and own.same_greedy > 0.9
     reading, nll = source_reading(open_huggingface(folder)), 0.0
     for ids in windows[:2]:
         scores = torch.from_numpy(logits(reading, ids)).log_softmax(-1)

@@ -38,13 +38,7 @@ PLAIN = Setup(reference=True, budget=24, max_num_seqs=6)
 GRAPHS = Setup(reference=True, budget=24, max_num_seqs=6, graphs=True)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # ---- planning ---------------------------------------------------------------------------------------------
 

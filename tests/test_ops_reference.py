@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from model.batch import SampleBatch
 from model.ops.interface import LayerKV
 from model.ops.philox import philox, uniform
 from model.ops.reference import ReferenceOps
+from tests.native_ops import random as randn
+from tests.sampling_rows import INF, mixed, pick, settings
 
 OPS = ReferenceOps()
 ROWS = [*range(1, 34), 48, 63, 64, 65, 100, 127, 128, 200, 255, 256, 300]
-INF = float("inf")
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 # ---- a row depends on itself alone ------------------------------------------------------------------------
@@ -133,17 +128,6 @@ def test_uniform_numbers() -> None:
 # ---- sampling ---------------------------------------------------------------------------------------------
 
 
-def settings(rows: int, num_logprobs: int = -1, **fields: Any) -> SampleBatch:
-    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "choice": 0, "index": 0}
-    dtypes = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
-    given = {name: fields.pop(name, value) for name, value in plain.items()}
-    tensors: dict[str, Any] = {
-        name: torch.as_tensor(value, dtype=dtypes.get(name, torch.int64)).expand(rows).contiguous()
-        for name, value in given.items()
-    }
-    return SampleBatch(**tensors, num_logprobs=num_logprobs, **fields)
-
-
 def draws(logits: list[float], count: int = 4000, **fields: Any) -> Tensor:
     """How often each token is drawn, over output indices 0 to count."""
     ids = OPS.sample(torch.tensor(logits).repeat(count, 1), settings(count, index=torch.arange(count), **fields)).ids
@@ -194,28 +178,9 @@ def test_ties_at_the_edge_go_to_the_lowest_ids() -> None:
     assert draws([0.0] * 1000, count=5000, top_p=0.5).nonzero().max() == 499
 
 
-def mixed_settings(rows: int, **fields: Any) -> SampleBatch:
-    row = torch.arange(rows)
-    return settings(
-        rows,
-        temperature=torch.tensor([0.0, 0.7, 1.0, 3.0])[row % 4],
-        top_k=torch.tensor([0, 5, 300, 0, 40])[row % 5],
-        top_p=torch.tensor([1.0, 0.9, 0.5])[row % 3],
-        min_p=torch.tensor([0.0, 0.0, 0.05, 0.0, 0.0, 0.0, 0.001])[row % 7],
-        seed=row * 7919,
-        index=row % 11,
-        **fields,
-    )
-
-
-def pick(batch: SampleBatch, rows: Tensor) -> SampleBatch:
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "index")
-    return replace(batch, **{name: getattr(batch, name)[rows] for name in names})
-
-
 @pytest.mark.parametrize("vocabulary", [97, 5003])
 def test_a_row_is_sampled_alike_in_any_company(vocabulary: int) -> None:
-    logits, batch = randn(33, vocabulary) * 2, mixed_settings(33, num_logprobs=3)
+    logits, batch = randn(33, vocabulary) * 2, mixed(33, num_logprobs=3)
     whole = OPS.sample(logits.clone(), batch)
     assert whole.logprobs is not None and whole.top_ids is not None and whole.top_logprobs is not None
     order = torch.randperm(33, generator=torch.Generator().manual_seed(0))

@@ -14,15 +14,12 @@ from model.ops.quantised_kv import dequantise, quantise
 from model.ops.scaled_linear import CODES, MAX_INT8_INPUTS, ScaledLinear, obstacle
 from server.engine.facts import EngineConfig
 from server.engine.startup import build_engine
+from tests.native_ops import random as randn
 
 SHAPES = [(48, 64), (40, 70), (33, 16), (300, 96)]
 """Of weights; some are no multiples of what the library takes."""
 ROUNDING = {"int8": 0.02, "fp8": 0.06}
 """Relative error of a product of random matrices."""
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def exact(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:

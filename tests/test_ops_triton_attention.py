@@ -16,12 +16,9 @@ from model.ops.interface import AttentionTables, LayerKV
 from model.ops.quantised_kv import quantise
 from model.ops.reference_attention import paged_attention
 from model.ops.triton.attention import PagedAttention
+from tests.native_ops import random as randn
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cache_of(

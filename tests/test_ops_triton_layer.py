@@ -14,15 +14,12 @@ from model.ops.quantised_kv import dequantise
 from model.ops.reference import ReferenceOps
 from model.ops.select import ops_for, why
 from model.ops.triton.ops import TritonOps
+from tests.native_ops import random as randn
 
 OPS, INVARIANT, REFERENCE = TritonOps(), TritonOps(batch_invariant=True), ReferenceOps()
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, where a GPU says nothing
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 STEP = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # relative: one rounding
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def close(value: Tensor, expected: Tensor) -> None:

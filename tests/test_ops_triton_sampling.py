@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,40 +13,11 @@ import tests.interpreted_triton  # noqa: F401  (first)
 from model.batch import SampleBatch
 from model.ops.reference import ReferenceOps
 from model.ops.triton.ops import TritonOps
+from tests.native_ops import random as randn
+from tests.sampling_rows import INF, mixed, pick
 
 OPS, REFERENCE = TritonOps(), ReferenceOps()
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, where a GPU says nothing
-INF = float("inf")
-
-
-def settings(rows: int, num_logprobs: int = -1, **fields: Any) -> SampleBatch:
-    plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "choice": 0, "index": 0}
-    dtypes = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
-    given = {name: fields.pop(name, value) for name, value in plain.items()}
-    tensors: dict[str, Any] = {
-        name: torch.as_tensor(value, dtype=dtypes.get(name, torch.int64)).expand(rows).contiguous()
-        for name, value in given.items()
-    }
-    return SampleBatch(**tensors, num_logprobs=num_logprobs, **fields)
-
-
-def mixed(rows: int, **fields: Any) -> SampleBatch:
-    row = torch.arange(rows)
-    return settings(
-        rows,
-        temperature=torch.tensor([0.0, 0.7, 1.0, 3.0, 0.05])[row % 5],
-        top_k=torch.tensor([0, 5, 300, 0, 40, 1])[row % 6],
-        top_p=torch.tensor([1.0, 0.9, 0.5, 1.0])[row % 4],
-        min_p=torch.tensor([0.0, 0.0, 0.05, 0.0, 0.0, 0.0, 0.001])[row % 7],
-        seed=row * 7919 - 3,
-        choice=row % 3,
-        index=row % 11,
-        **fields,
-    )
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def compare(logits: Tensor, batch: SampleBatch) -> None:
@@ -95,10 +65,8 @@ def test_broken_rows_disturb_nobody() -> None:
 def test_a_row_is_sampled_alike_in_any_company() -> None:
     logits, batch = randn(9, 4200) * 2, mixed(9)
     whole = OPS.sample(logits.clone(), batch).ids
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "index")
     for rows in ([3], [8, 2, 7]):
-        part = replace(batch, **{name: getattr(batch, name)[rows] for name in names})
-        assert torch.equal(OPS.sample(logits[rows].clone(), part).ids, whole[rows])
+        assert torch.equal(OPS.sample(logits[rows].clone(), pick(batch, torch.tensor(rows))).ids, whole[rows])
 
 
 class NoQuestions(TorchDispatchMode):  # type: ignore[no-untyped-call]

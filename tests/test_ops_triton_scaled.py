@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 import tests.interpreted_triton  # noqa: F401  (first)
 from model.ops.scaled_linear import CODES, ScaledLinear
 from model.ops.triton.ops import TritonOps
 from model.ops.triton.scaled import TritonScaledLinear
+from tests.native_ops import random as randn
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, where a GPU says nothing
 OPS = TritonOps()
 HALVES = (torch.bfloat16, torch.float16)
 CASES = [("int8", torch.float32), *((kind, dtype) for kind in CODES for dtype in HALVES)]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)

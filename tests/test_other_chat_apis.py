@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +15,6 @@ from server.responses_body import ResponsesBody
 from server.responses_reply import Output
 from tests.conftest import LiveServer
 from tests.scripted_engine import ERROR
-from tests.scripted_server import launch
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 ASK: dict[str, dict[str, Any]] = {
@@ -25,21 +22,6 @@ ASK: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 14},
 }
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-
-
-@pytest.fixture(scope="module")
-def live(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    server = launch(tiny_model(), tmp_path_factory.mktemp("apis") / "server.log", "--served-model-name", "m")
-    server.wait_ready()
-    yield server
-    assert "Traceback" not in server.output
-    assert server.stop() == 0
-
-
-@pytest.fixture(scope="module")
-def http(live: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=live.url, timeout=30) as client:
-        yield client
 
 
 def ask(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
@@ -110,9 +92,10 @@ def test_what_a_response_says_to_the_model(http: httpx.Client) -> None:
     assert text.startswith("system: be brief\nuser: one\nassistant: two\nuser: three\nassistant: ")
 
 
-def test_a_conversation_of_mixed_items_leaves_the_log_clean(http: httpx.Client, live: LiveServer) -> None:
+def test_a_conversation_of_mixed_items_leaves_the_log_clean(http: httpx.Client, repeater: LiveServer) -> None:
+    before = len(repeater.output)
     ask(http, RESPONSES, input=[{"type": "function_call_output", "call_id": "c1", "output": "2"}])
-    assert "Warning" not in live.output
+    assert "Warning" not in repeater.output[before:]
 
 
 def test_calls_and_formats_become_those_of_chat() -> None:
@@ -182,8 +165,8 @@ def test_refusals_name_the_field(http: httpx.Client, field: str, value: Any) -> 
     assert response.status_code == 400 and field in response.json()["error"]["message"], response.text
 
 
-def test_openai_client_reads_responses(live: LiveServer) -> None:
-    client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+def test_openai_client_reads_responses(repeater: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{repeater.url}/v1", api_key="none", max_retries=0)
     assert client.responses.create(model="m", input="hi", max_output_tokens=14).output_text == "user: hi"
     with client.responses.stream(model="m", input="hi", max_output_tokens=14) as stream:
         assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == "user: hi"

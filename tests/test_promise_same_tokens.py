@@ -5,7 +5,7 @@ Every request of a mixed bag runs once alone and undisturbed; then the whole bag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,13 +28,7 @@ GREEDY = SamplingParams(12, temperature=0.0, logprobs=3)
 SEEDED = SamplingParams(12, temperature=0.9, seed=11, logprobs=0)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The models are too small to share, and threads that spin for each other cost minutes on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def text(length: int, salt: int = 0) -> list[int]:
