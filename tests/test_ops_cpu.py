@@ -171,13 +171,24 @@ def test_attention_over_a_long_context_is_bit_equal_for_any_number_of_threads(op
     close(answers[0], scene.ask(REFERENCE, [(0, 2048, 2049)])[0], torch.bfloat16)
 
 
-def test_a_token_that_is_nan_touches_no_earlier_row(ops: CpuOps) -> None:
-    scene = Scene([70], 4, 2, 16, 4, torch.float32)
-    clean = scene.ask(ops, [(0, 0, 70)])[0]
-    page, offset = int(scene.page_table[0, 66 // 4]), 66 % 4
-    scene.kv.k[page, :, offset] = scene.kv.v[page, :, offset] = torch.nan
-    spoilt = scene.ask(ops, [(0, 0, 70)])[0]
-    assert torch.equal(spoilt[:66], clean[:66]) and spoilt[66:].isnan().all()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_token_that_is_not_finite_touches_no_row_that_does_not_see_it(
+    ops: CpuOps, dtype: torch.dtype, bad: float, window: int | None
+) -> None:
+    scene = Scene([70], 4, 2, 16, 4, dtype)
+    clean = scene.ask(ops, [(0, 0, 70)], window)[0]
+    page, offset = int(scene.page_table[0, 55 // 4]), 55 % 4
+    scene.kv.v[page, :, offset] = bad
+    spoilt = scene.ask(ops, [(0, 0, 70)], window)[0]
+    last = 70 if window is None else 55 + window
+    assert torch.equal(spoilt[:55], clean[:55]) and torch.equal(spoilt[last:], clean[last:])
+    assert not spoilt[55:last].isfinite().any()
+    scene.kv.k[page, :, offset] = torch.nan
+    worse = scene.ask(ops, [(0, 0, 70)], window)[0]
+    assert torch.equal(worse[:55], clean[:55]) and torch.equal(worse[last:], clean[last:])
+    assert worse[55:last].isnan().all()
 
 
 def test_padding_rows_and_extreme_scores(ops: CpuOps) -> None:

@@ -104,14 +104,32 @@ def test_a_cache_of_another_float_type_and_rows_of_padding(
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*outcomes, strict=True))
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float16, "float16"), (torch.float32, "int8")])
-def test_what_is_not_native_goes_one_by_one(
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_of_8_bits_two_groups(
     dtype: torch.dtype, kv_dtype: str, both: tuple[CpuOps, CpuOps], tiny_model: ModelFactory
 ) -> None:
+    folder = tiny_model("qwen2", **WINDOWS)
+    config, outcomes = load_config(folder), []
+    for ops in both:
+        session = Session(load_decoder(folder, config, ops, "cpu", dtype))
+        session.kv = KVCache(layout_for(config, 4, kv_dtype), (200, 200), "cpu")
+        for storage in session.kv.storages:
+            storage.fill_(255)  # NaN as a scale
+        logits = [session.feed({name: some_tokens(count, 1) for name, count in work.items()}) for work in WORK]
+        outcomes.append((logits, session.kv.storages))
+    assert both[0].layers_runner(session.decoder, session.kv) is not None
+    (mine, my_bytes), (theirs, their_bytes) = outcomes
+    for step, work in enumerate(WORK):
+        assert all(torch.equal(mine[step][name], theirs[step][name]) for name in work), work
+        assert all(mine[step][name].isfinite().all() for name in work), work
+    assert all(torch.equal(ours, others) for ours, others in zip(my_bytes, their_bytes, strict=True))
+
+
+def test_what_is_not_native_goes_one_by_one(both: tuple[CpuOps, CpuOps], tiny_model: ModelFactory) -> None:
     folder = tiny_model("llama")
-    decoder = load_decoder(folder, load_config(folder), both[0], "cpu", dtype)
+    decoder = load_decoder(folder, load_config(folder), both[0], "cpu", torch.float16)
     session = Session(decoder)
-    session.kv = KVCache(layout_for(decoder.config, 4, kv_dtype), (40,), "cpu")
     assert both[0].layers_runner(decoder, session.kv) is None
     assert session.feed({"a": some_tokens(9)})["a"].isfinite().all()
 

@@ -9,7 +9,6 @@ from functools import cache
 
 import torch
 
-from model.kv_cost import SCALE_BYTES
 from model.ops import scaled_linear
 from model.ops.attention_backends import Attention
 from model.ops.attention_choice import Served, chosen
@@ -28,13 +27,9 @@ def ops_for(device: torch.device | str, batch_invariant: bool = False) -> Ops:
     return _cpu()[0] if torch.device(device).type == "cpu" else _gpu(batch_invariant)[0]
 
 
-def why(device: torch.device | str, kv_dtype: str | None = None) -> str:
+def why(device: torch.device | str) -> str:
     """What ops_for chose, and the reason where a faster choice was not to be had; one line for logs and /version."""
-    if torch.device(device).type != "cpu":
-        return _gpu(batch_invariant=False)[1]
-    ops, reason = _cpu()
-    slower = kv_dtype in SCALE_BYTES and not isinstance(ops, ReferenceOps)
-    return f"{reason}; a KV cache of {kv_dtype} is read by torch operations, which is slower" if slower else reason
+    return _cpu()[1] if torch.device(device).type == "cpu" else _gpu(batch_invariant=False)[1]
 
 
 def quantization_obstacle(

@@ -66,4 +66,4 @@ def with_attention_of(
         ops, word = with_attention(ops, config.attention_backend, served, device, config.batch_invariant)
     except ValueError as error:
         raise ConfigError(f"--attention-backend {config.attention_backend}: {error}") from None
-    return ops, why(device, group.dtype) + word
+    return ops, why(device) + word

@@ -27,6 +27,7 @@ from model.ops.interface import Ops
 from model.ops.reference import ReferenceOps
 
 WHAT = ("linears", "attention", "step", "parts", "neighbour")
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 MOST_BESIDE_A_NEIGHBOUR = 2.0
 """A busy process on one of the cores may make a step so many times as long."""
 
@@ -41,21 +42,26 @@ def bench_linears(report: Report, models: dict[str, Model], dtype: torch.dtype, 
         report.line(f"linears, {rows} rows", models["native"].layer_bytes, work, calls)
 
 
-def bench_attention(report: Report, shape: Shape, all_ops: dict[str, Ops], dtype: torch.dtype) -> None:
-    """Attention of all layers: decode at several contexts, and a prompt."""
-    for sequences, length, asked in ((1, 256, 1), (1, 2048, 1), (16, 512, 1), (1, 512, 512)):
-        scene = Scene.of(shape, sequences, length, asked, dtype)
+def bench_attention(
+    report: Report, shape: Shape, all_ops: dict[str, Ops], dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Attention of all layers: decode at several contexts, a prompt, and 32 tokens of one over what is kept of it."""
+    decode, prompt = ((1, 256, 1), (1, 2048, 1), (16, 512, 1)), ((1, 512, 512), (1, 256, 32), (1, 2048, 32))
+    for sequences, length, asked in decode + prompt:
+        scene = Scene.of(shape, sequences, length, asked, kv_dtype)
         q = torch.randn(sequences * asked, shape.config.num_heads, shape.config.head_dim).to(dtype)
         calls: Calls = {name: partial(scene.all_attention, ops, q) for name, ops in all_ops.items()}
         work = {name_of(dtype): scene.attention_flops}
         report.line(f"attention, {sequences} x {asked} of {length}", scene.kv_bytes, work, calls)
 
 
-def bench_step(report: Report, models: dict[str, Model], dtype: torch.dtype, factors: str) -> None:
-    """Whole steps: decoding at context 256, and a prompt of 512."""
+def bench_step(
+    report: Report, models: dict[str, Model], dtype: torch.dtype, kv_dtype: torch.dtype, factors: str
+) -> None:
+    """Whole steps: decoding at contexts of 256 and 2048, and a prompt of 512."""
     shape = models["native"].shape
-    for sequences, length, asked in ((1, 256, 1), (8, 256, 1), (32, 256, 1), (1, 512, 512)):
-        scene = Scene.of(shape, sequences, length, asked, dtype)
+    for sequences, length, asked in ((1, 256, 1), (8, 256, 1), (32, 256, 1), (8, 2048, 1), (1, 512, 512)):
+        scene = Scene.of(shape, sequences, length, asked, kv_dtype)
         num_bytes = models["native"].layer_bytes + models["native"].decoder.head.nbytes + scene.kv_bytes
         work = {name_of(dtype): scene.attention_flops}
         work[factors] = work.get(factors, 0) + 2 * sequences * (asked * shape.layer_weights + shape.head_weights)
@@ -108,6 +114,7 @@ def main() -> int:
     parser.add_argument("--only", choices=WHAT, action="append", help="repeatable; all but neighbour by default")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", choices=sorted(QUANTIZED), help="of the native weights")
+    parser.add_argument("--kv-cache-dtype", choices=sorted(KV_DTYPES), help="of the cache in attention and step")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--cpu-time", action="store_true", help="one thread, its CPU time instead of the wall's")
     parser.add_argument("--no-reference", action="store_true", help="native only")
@@ -127,13 +134,14 @@ def run(arguments: argparse.Namespace, shape: Shape, dtype: torch.dtype, what: t
     clock = Clock(arguments.cpu_time, arguments.seconds)
     report = Report(clock, Others())
     limits = measure_limits(clock)
-    kind = f"{arguments.dtype}, weights {arguments.quantization or arguments.dtype}"
+    kv_dtype = KV_DTYPES.get(arguments.kv_cache_dtype, dtype)
+    kind = f"{arguments.dtype}, KV {name_of(kv_dtype)}, weights {arguments.quantization or arguments.dtype}"
     print(f"{native.description}; {torch.get_num_threads()} threads; {kind}; shape of {shape.name}")
     rates = [f"{kind} {rate / 1e9:.0f} GFLOP/s" for kind, rate in limits.operations_per_second.items()]
     print(f"read {limits.bytes_per_second / 1e9:.1f} GB/s, dot products of {', '.join(rates)}", flush=True)
     factors = "int8" if arguments.quantization else arguments.dtype
     if "attention" in what:
-        bench_attention(report, shape, all_ops, dtype)
+        bench_attention(report, shape, all_ops, dtype, kv_dtype)
     if {"linears", "step", "neighbour"} & set(what):
         models = {"native": Model.of(native, shape, dtype, arguments.quantization)}
         if not arguments.no_reference:
@@ -141,7 +149,7 @@ def run(arguments: argparse.Namespace, shape: Shape, dtype: torch.dtype, what: t
         if "linears" in what:
             bench_linears(report, models, dtype, factors)
         if "step" in what:
-            bench_step(report, models, dtype, factors)
+            bench_step(report, models, dtype, kv_dtype, factors)
         if "neighbour" in what:
             bench_neighbour(clock, models["native"], dtype)
         del models

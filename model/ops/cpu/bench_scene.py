@@ -17,7 +17,7 @@ from model.batch import Batch
 from model.config import ModelConfig
 from model.decoder import Decoder
 from model.kv_cache import KVCache
-from model.kv_cost import KVGroup, KVLayout
+from model.kv_cost import SCALE_BYTES, KVGroup, KVLayout
 from model.layers import MLP, Attention, Layer
 from model.ops.interface import AttentionTables, Ops, PackedLinear
 from model.rope import cos_sin_table
@@ -119,6 +119,23 @@ def random_weight(size: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return torch.randn(size).mul_(1 / math.sqrt(size[1])).to(dtype)
 
 
+def filled_cache(config: ModelConfig, pages: int, dtype: str) -> KVCache:
+    """A cache of one group whose slots hold random values, of a quantised one with one scale."""
+    layers, scale_bytes = tuple(range(config.num_layers)), SCALE_BYTES.get(dtype, 0)
+    group = KVGroup(layers, None, config.num_kv_heads, config.head_dim, dtype, scale_bytes)
+    cache = KVCache(KVLayout(PAGE_SIZE, (group,)), (pages,), "cpu")
+    for storage in cache.storages:
+        if scale_bytes:
+            storage.random_(0, 64)
+        else:
+            storage.normal_()
+    for kv in map(cache.layer, layers):
+        for scales in (kv.k_scale, kv.v_scale):
+            if scales is not None:
+                scales.fill_(0.02)
+    return cache
+
+
 @dataclass(frozen=True, slots=True)
 class Scene:
     """Sequences of equal length, each asking with its last rows, on a cache of their own."""
@@ -129,12 +146,9 @@ class Scene:
 
     @classmethod
     def of(cls, shape: Shape, sequences: int, length: int, asked: int, dtype: torch.dtype) -> Scene:
+        """dtype: of the cache."""
         config, pages = shape.config, -(-length // PAGE_SIZE)
-        name = str(dtype).removeprefix("torch.")
-        group = KVGroup(tuple(range(config.num_layers)), None, config.num_kv_heads, config.head_dim, name)
-        cache = KVCache(KVLayout(PAGE_SIZE, (group,)), (sequences * pages + 1,), "cpu")
-        for storage in cache.storages:
-            storage.normal_()
+        cache = filled_cache(config, sequences * pages + 1, str(dtype).removeprefix("torch."))
         table = (torch.randperm(sequences * pages) + 1).to(torch.int32).view(sequences, pages)
         positions = torch.arange(length - asked, length).repeat(sequences)
         page = table.long().repeat_interleave(asked, 0).gather(1, (positions // PAGE_SIZE).unsqueeze(1)).squeeze(1)

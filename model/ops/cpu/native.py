@@ -1,7 +1,7 @@
 """The operations of model/ops/interface.py through the native library, on CPU tensors.
 
-Knows pointers and shapes, no model; the arithmetic is in csrc/. fp32 and bf16 are native, other dtypes go to
-the reference operations, and so do quantised caches.
+Knows pointers and shapes, no model; the arithmetic is in csrc/. fp32 and bf16 are native, and caches of 8 bits; other
+dtypes go to the reference operations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from model.ops.cpu.memory import WeightMemory
 from model.ops.cpu.packed import QUANTIZED, FloatLinear, RoundedLinear, is_bf16, pointer
 from model.ops.cpu.sampling import SIGNATURES as SAMPLING
 from model.ops.cpu.sampling import sample
-from model.ops.cpu.whole_step import WholeStep, page_stride
+from model.ops.cpu.whole_step import KV_KINDS, WholeStep, page_stride
 from model.ops.interface import AttentionTables, LayerKV, PackedLinear
 from model.ops.reference import ReferenceOps
 
@@ -117,7 +117,7 @@ class CpuOps:
         self._native.rw_rope_write(
             qkv.data_ptr(), pointer(q_norm), pointer(k_norm), is_bf16(qkv), q.data_ptr(), norm_eps,
             cos_sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), tokens, heads, kv_heads, head_dim,
-            cos_sin.shape[1], kv.k.data_ptr(), kv.v.data_ptr(), is_bf16(kv.k), page_size, page_stride(kv),
+            cos_sin.shape[1], kv.k.data_ptr(), kv.v.data_ptr(), KV_KINDS[kv.k.dtype], page_size, page_stride(kv),
         )  # fmt: skip
         return q
 
@@ -128,7 +128,7 @@ class CpuOps:
         sequences = tables.page_table.shape[0]
         out = torch.empty((tokens, heads * head_dim), dtype=q.dtype)
         self._native.rw_attention(
-            q.data_ptr(), is_bf16(q), kv.k.data_ptr(), kv.v.data_ptr(), is_bf16(kv.k), out.data_ptr(),
+            q.data_ptr(), is_bf16(q), kv.k.data_ptr(), kv.v.data_ptr(), KV_KINDS[kv.k.dtype], out.data_ptr(),
             tables.page_table.data_ptr(), tables.kv_lens.data_ptr(), tables.q_starts.data_ptr(),
             tokens, tables.page_table.stride(0), sequences, heads, kv.k.shape[1], head_dim,
             kv.page_size, page_stride(kv), window or 0, scale,
@@ -167,4 +167,4 @@ def _memory_sufficed(outcome: int, function: Any, arguments: object) -> None:
 
 
 def _both_native(x: Tensor, kv: LayerKV) -> bool:
-    return x.dtype in NATIVE and kv.k.dtype in NATIVE and kv.k.shape[3] <= MAX_HEAD_DIM
+    return x.dtype in NATIVE and kv.k.dtype in KV_KINDS and kv.k.shape[3] <= MAX_HEAD_DIM

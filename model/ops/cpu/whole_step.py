@@ -20,6 +20,8 @@ from model.ops.interface import LayerKV, PackedLinear
 
 FLOAT32, BFLOAT16, INT8, INT4 = range(4)
 """Kinds of weights."""
+KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+"""What a slot of the cache may hold, as csrc/slots.h numbers it."""
 
 
 class _Linear(ctypes.Structure):
@@ -37,7 +39,7 @@ class _Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_void_p) for name in ("k", "v")),
-        *((name, c_int64) for name in ("kv_bf16", "q_heads", "kv_heads", "head_dim", "page_size", "page_stride")),
+        *((name, c_int64) for name in ("kv_kind", "q_heads", "kv_heads", "head_dim", "page_size", "page_stride")),
         *((name, c_int64) for name in ("window", "group")),
         *((name, c_float) for name in ("scale", "head_norm_eps")),
     )
@@ -105,7 +107,7 @@ def _layer(layer: Layer, kv: KVCache, index: int) -> _Layer:
         q_norm=pointer(attention.q_norm), k_norm=pointer(attention.k_norm), head_norm_eps=attention.norm_eps,
         qkv=_linear(attention.qkv), out=_linear(attention.out),
         gate_up=_linear(layer.mlp.gate_up), down=_linear(layer.mlp.down),
-        k=pages.k.data_ptr(), v=pages.v.data_ptr(), kv_bf16=is_bf16(pages.k),
+        k=pages.k.data_ptr(), v=pages.v.data_ptr(), kv_kind=KV_KINDS[pages.k.dtype],
         q_heads=attention.qkv.out_features // head_dim - 2 * kv_heads, kv_heads=kv_heads, head_dim=head_dim,
         page_size=page_size, page_stride=page_stride(pages), window=attention.window or 0,
         group=kv.group_of(index), scale=attention.scale,
@@ -125,8 +127,14 @@ def _linear(packed: PackedLinear) -> _Linear:
 
 
 def page_stride(kv: LayerKV) -> int:
-    """Elements from one page of a layer to the next; rows and heads of a page follow one another."""
-    _, _, page_size, head_dim = kv.k.shape
-    strides = kv.k.stride()
-    assert strides[1:] == (page_size * head_dim, head_dim, 1) and strides == kv.v.stride(), (strides, kv.v.stride())
+    """Elements from one page of a layer to the next; heads follow one another, each with its scales, if it has any."""
+    _, kv_heads, page_size, head_dim = kv.k.shape
+    strides, scale = kv.k.stride(), 0 if kv.k_scale is None else kv.k_scale.element_size()
+    assert strides[2:] == (head_dim, 1), strides
+    assert kv_heads == 1 or strides[1] == page_size * (head_dim + scale), strides
+    assert strides == kv.v.stride(), (strides, kv.v.stride())
+    for values, scales in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)):
+        assert scales is None or scales.data_ptr() == values.data_ptr() + page_size * head_dim, (
+            "scales are not in the page"
+        )
     return strides[0]

@@ -6,15 +6,17 @@
 #include <omp.h>
 
 #include <optional>
-#include <type_traits>
 
 #include "attend_cut.h"
 #include "operations.h"
 
 namespace {
 
+template <class KV>
+using Row = std::conditional_t<SCALED<KV>, bf16, KV>;  // what keys and values are multiplied as
+
 template <class Q, class KV>
-using KindOf = std::conditional_t<HAS_BF16_DOT && std::is_same_v<Q, bf16> && std::is_same_v<KV, bf16>, DotPairs, Floats>;
+using KindOf = std::conditional_t<HAS_BF16_DOT && std::is_same_v<Q, bf16> && std::is_same_v<Row<KV>, bf16>, DotPairs, Floats>;
 
 // ---- queries in, outputs out -----------------------------------------------------------------------------------------
 int64_t head_index(const Problem& p, const Piece& piece, int64_t r) {  // of row r in [T, q_heads]
@@ -32,32 +34,43 @@ void write_out(const Problem& p, const Piece& piece, Partial state, Q* out) {
     }
 }
 
-inline void put_query(const bf16* row, int64_t d, int64_t width, int rows, uint32_t* to) {
-    for (int64_t i = 0; i < width; i += PANEL) {
-        uint32_t words[LANES];
-        store(words, i < d ? words_at(row, i, d) : vu{});
-        for (int j = 0; j < LANES; j++, to += rows) *to = words[j];
-    }
-}
+// LANES words of factors of a query from element i on, zeros beyond its d.
+inline vu query_words(const bf16* row, int64_t i, int64_t d, uint32_t) { return i < d ? words_at(row, i, d) : vu{}; }
 
 template <class Q>
-void put_query(const Q* row, int64_t d, int64_t width, int rows, float* to) {
-    for (int64_t i = 0; i < width; i += LANES) {
-        float values[LANES];
-        store(values, load_at(row, int(i), int(d)));
-        for (int j = 0; j < LANES; j++, to += rows) *to = values[j];
+vu query_words(const Q* row, int64_t i, int64_t d, float) {
+    return (vu)load_at(row, int(i), int(d));
+}
+
+// The queries of a tile, turned: [padded d][rows]. Stores overlap and run upwards, LANES words beyond the last.
+template <class Kind, class Q>
+void put_queries(const Q* const* queries, int rows, int64_t d, typename Kind::Word* to) {
+    constexpr int SQUARES = (MAX_ROWS + LANES - 1) / LANES;
+    constexpr int64_t ELEMENTS = std::is_same_v<typename Kind::Word, uint32_t> ? 2 * LANES : LANES;
+    vu square[SQUARES][LANES];
+    for (int64_t i = 0; i < padded_head(d); i += ELEMENTS) {
+        for (int first = 0; first < rows; first += LANES) {
+            vu* v = square[first / LANES];
+            for (int r = 0; r < LANES; r++)
+                v[r] = first + r < rows ? query_words(queries[first + r], i, d, typename Kind::Word()) : vu{};
+            transpose(square[first / LANES]);
+        }
+        for (int w = 0; w < LANES; w++, to += rows)
+            for (int first = 0; first < rows; first += LANES) store(to + first, square[first / LANES][w]);
     }
 }
 
 template <class Kind, class Q, class KV>
-void pack_queries(const Problem& p, const Piece& piece, const Q* q, Scratch& x) {
-    using F = Factors<Kind, KV>;
-    int64_t width = padded_head(p.d), row_words = width * F::PARTS / F::PER_WORD;
+__attribute__((noinline)) void pack_queries(const Problem& p, const Piece& piece, const Q* q, Scratch& x) {
+    using F = Factors<Kind, Row<KV>>;
+    int64_t row_words = padded_head(p.d) * F::PARTS / F::PER_WORD;
     each_tile(piece, [&](int start, int rows) {
+        const Q* queries[MAX_ROWS];
         for (int r = 0; r < rows; r++) {
             x.seen[start + r] = visible(p, piece, start + r);
-            put_query(q + head_index(p, piece, start + r) * p.d, p.d, width, rows, factors<Kind>(x.q) + start * row_words + r);
+            queries[r] = q + head_index(p, piece, start + r) * p.d;
         }
+        put_queries<Kind>(queries, rows, p.d, factors<Kind>(x.q) + start * row_words);
     });
 }
 
@@ -84,7 +97,7 @@ public:
 
     // Computes the share. Returns what it holds of a piece that another thread began.
     Loose run() {
-        CutRows<KV> rows[2];  // this cut's and the next one's
+        StoredRows<KV> rows[2];  // this cut's and the next one's
         if (!share.empty()) find(share[0], share[0].from, rows[0]);
         int now = 0;
         for (size_t i = 0; i < share.size(); i++) {
@@ -97,9 +110,7 @@ public:
                     find(last ? share[i + 1] : s, last ? share[i + 1].from : c + 1, rows[1 - now]);
                 else
                     rows[1 - now] = rows[now];
-                Partial part = starts(s) ? x.part : saved(piece, x.saved, c - s.from);
-                attend_cut<Kind>(p, piece, c, rows[now], rows[1 - now], x, part);
-                if (starts(s)) merge(p, piece.rows, x.state, part);
+                attend(piece, c, rows[now], rows[1 - now], starts(s) ? nullptr : x.saved + (c - s.from) * floats_of(piece));
             }
             if (starts(s) && s.to == piece.last_cut) write_out(p, piece, x.state, t.out);
         }
@@ -112,7 +123,8 @@ public:
         const Piece& piece = pieces[share.back().piece];
         for (const Loose& end : ends)
             if (end.piece == share.back().piece)
-                for (int64_t c = 0; c < end.cuts; c++) merge(p, piece.rows, x.state, saved(piece, end.partials, c));
+                for (int64_t c = 0; c < end.cuts; c++)
+                    merge(p, piece.rows, x.state, partial_at(p, piece.rows, end.partials + c * floats_of(piece)));
         write_out(p, piece, x.state, t.out);
     }
 
@@ -128,21 +140,39 @@ private:
 
     int64_t saved_floats() const {
         if (share.empty() || starts(share[0])) return 0;
-        return (share[0].to - share[0].from) * partial_floats(p, pieces[share[0].piece].rows);
+        return (share[0].to - share[0].from) * floats_of(pieces[share[0].piece]);
     }
 
-    Partial saved(const Piece& piece, float* partials, int64_t index) const {
-        return partial_at(p, piece.rows, partials + index * partial_floats(p, piece.rows));
-    }
+    int64_t floats_of(const Piece& piece) const { return partial_floats(p, piece.rows); }
 
     void begin(const Piece& piece) {
         pack_queries<Kind, Q, KV>(p, piece, t.q, x);
         clear(p, piece.rows, x.state);
     }
 
-    void find(const Stretch& s, int64_t cut, CutRows<KV>& rows) const {
+    // Into the state, or into partials of their own.
+    void attend(const Piece& piece, int64_t cut, const StoredRows<KV>& here, const StoredRows<KV>& next, float* partials) {
+        if constexpr (SCALED<KV>) {
+            WideCut wide;
+            widen_cut(here, next, p.d, x.wide, wide);
+            attend(piece, {p, piece, cut, wide.rows, wide.rows, wide.scales(), x}, partials);
+        } else {
+            attend(piece, {p, piece, cut, here, next, {}, x}, partials);
+        }
+    }
+
+    void attend(const Piece& piece, const CutOfPiece<Kind, Row<KV>>& cut, float* partials) {
+        each_tile(piece, [&](int row, int rows) {
+            if (partials) return cut.attend(row, rows, rows_from(p, row, partial_at(p, piece.rows, partials)));
+            cut.attend(row, rows, x.part);
+            merge(p, rows, rows_from(p, row, x.state), x.part);
+        });
+    }
+
+    void find(const Stretch& s, int64_t cut, StoredRows<KV>& rows) const {
         const Piece& piece = pieces[s.piece];
-        Pages<KV> pages{t.k, t.v, p.page_table + piece.sequence * p.table_width, p.page_stride, p.page_size, p.d};
+        Slots<const KV> keys{t.k, p.page_stride, p.page_size, p.d}, values{t.v, p.page_stride, p.page_size, p.d};
+        Pages<KV> pages{keys, values, p.page_table + piece.sequence * p.table_width};
         pages.find(piece.kv_head, cut * CUT, piece.tokens.first, piece.tokens.last, rows);
     }
 };
@@ -168,21 +198,21 @@ void attention(const Problem& p, int64_t tokens, Tensors<Q, KV> t) {
 }
 
 template <class Q>
-void attention_over(const Problem& p, int64_t tokens, const void* q, const void* k, const void* v, int kv_bf16, void* out) {
-    const Q* queries = static_cast<const Q*>(q);
-    if (kv_bf16)
-        attention<Q, bf16>(p, tokens, {queries, static_cast<const bf16*>(k), static_cast<const bf16*>(v), static_cast<Q*>(out)});
-    else
-        attention<Q, float>(p, tokens, {queries, static_cast<const float*>(k), static_cast<const float*>(v), static_cast<Q*>(out)});
+void attention_over(const Problem& p, int64_t tokens, const void* q, const void* k, const void* v, int kv_kind, void* out) {
+    with_kv(kv_kind, [&](auto value) {
+        using KV = decltype(value);
+        attention<Q, KV>(p, tokens, {static_cast<const Q*>(q), static_cast<const KV*>(k), static_cast<const KV*>(v),
+                                     static_cast<Q*>(out)});
+    });
 }
 
 }  // namespace
 
-extern "C" int rw_attention(const void* q, int q_bf16, const void* k, const void* v, int kv_bf16, void* out,
+extern "C" int rw_attention(const void* q, int q_bf16, const void* k, const void* v, int kv_kind, void* out,
                             const int32_t* page_table, const int32_t* kv_lens, const int32_t* q_starts,
                             int64_t tokens, int64_t table_width, int64_t sequences, int64_t q_heads, int64_t kv_heads,
                             int64_t d, int64_t page_size, int64_t page_stride, int64_t window, float scale) {
     Problem p{page_table, kv_lens, q_starts, table_width, sequences,   q_heads, kv_heads,
               d,          page_size, page_stride, window,   scale};
-    return outcome_of([&] { (q_bf16 ? attention_over<bf16> : attention_over<float>)(p, tokens, q, k, v, kv_bf16, out); });
+    return outcome_of([&] { (q_bf16 ? attention_over<bf16> : attention_over<float>)(p, tokens, q, k, v, kv_kind, out); });
 }

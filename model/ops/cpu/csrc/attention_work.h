@@ -9,7 +9,7 @@
 
 #include "kv_cut.h"
 
-constexpr int BLOCK_ROWS = 96;         // rows that share one packing of a cut
+constexpr int BLOCK_ROWS = 192;        // rows that share one packing of a cut
 constexpr int64_t CUT_COST = 8;        // of reading a cut, in rows of arithmetic
 constexpr int64_t PARALLEL_FROM = 32;  // cost: below, starting the threads takes longer than the work
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "slots.h"
 #include "tile.h"
 
 constexpr int CUT = 64;  // KV_CUT of model/ops/interface.py
@@ -21,21 +22,37 @@ struct CutRows {
 };
 
 template <class T>
+struct ScaledRows : CutRows<T> {
+    const T *k_scale[CUT], *v_scale[CUT];  // each the bytes of a float
+};
+
+template <class T>
+using StoredRows = std::conditional_t<SCALED<T>, ScaledRows<T>, CutRows<T>>;
+
+template <class T>
 struct Pages {
-    const T *k, *v;        // [num_pages, kv_heads, page_size, d], pages page_stride elements apart
+    Slots<const T> k, v;
     const int32_t* table;  // the pages of one sequence
-    int64_t page_stride, page_size, d;
 
     // The rows of tokens [start, start + CUT) of one head that are in [first, last).
-    void find(int64_t kv_head, int64_t start, int64_t first, int64_t last, CutRows<T>& out) const {
+    void find(int64_t kv_head, int64_t start, int64_t first, int64_t last, StoredRows<T>& out) const {
         int from = int(std::clamp<int64_t>(first - start, 0, CUT)), to = int(std::clamp<int64_t>(last - start, from, CUT));
-        std::fill(out.k, out.k + from, zeros<T>), std::fill(out.v, out.v + from, zeros<T>);
+        hide(0, from, out), hide(to, CUT, out);
         for (int j = from; j < to;) {
-            int64_t offset = (start + j) % page_size, run = std::min<int64_t>(page_size - offset, to - j);
-            int64_t at = table[(start + j) / page_size] * page_stride + (kv_head * page_size + offset) * d;
-            for (; run > 0; run--, j++, at += d) out.k[j] = k + at, out.v[j] = v + at;
+            int64_t token = start + j, offset = token % k.page_size, page = table[token / k.page_size];
+            const T *keys = k.head(page, kv_head), *values = v.head(page, kv_head);
+            for (int end = int(std::min<int64_t>(j + k.page_size - offset, to)); j < end; j++, offset++) {
+                out.k[j] = keys + offset * k.d, out.v[j] = values + offset * k.d;
+                if constexpr (SCALED<T>) out.k_scale[j] = k.scale(keys, offset), out.v_scale[j] = v.scale(values, offset);
+            }
         }
-        std::fill(out.k + to, out.k + CUT, zeros<T>), std::fill(out.v + to, out.v + CUT, zeros<T>);
+    }
+
+private:
+    static void hide(int from, int to, StoredRows<T>& out) {
+        std::fill(out.k + from, out.k + to, zeros<T>), std::fill(out.v + from, out.v + to, zeros<T>);
+        if constexpr (SCALED<T>)
+            std::fill(out.k_scale + from, out.k_scale + to, zeros<T>), std::fill(out.v_scale + from, out.v_scale + to, zeros<T>);
     }
 };
 
@@ -155,17 +172,21 @@ static void pack_keys(const T* const* rows, const T* const* next, int64_t d, typ
 }
 
 template <class Kind, class T>
-static void pack_step(const T* const* keys, int64_t d, typename Kind::Word* at) {
+static void pack_values(const T* const* rows, const T* const* next, int64_t d, typename Kind::Word* values) {
     using F = Factors<Kind, T>;
-    for (int64_t i = 0; i < d; i += PANEL, at += CUT / F::KEYS * PANEL)
-        for (int v = 0; v < 2; v++) store(at + v * LANES, F::value(keys, int(i), v, int(d)));
+    for (int j = 0; j < CUT; j += F::KEYS, values += PANEL) {
+        for (int key = j; key < j + F::KEYS; key++) prefetch_row(next[key], d);
+        auto* at = values;
+        for (int64_t i = 0; i < d; i += PANEL, at += CUT / F::KEYS * PANEL)
+            for (int v = 0; v < 2; v++) store(at + v * LANES, F::value(rows + j, int(i), v, int(d)));
+    }
 }
 
-template <class Kind, class T>
-static void pack_values(const T* const* rows, const T* const* next, int64_t d, typename Kind::Word* values) {
-    constexpr int KEYS = Factors<Kind, T>::KEYS;
-    for (int j = 0; j < CUT; j += KEYS) {
-        for (int key = j; key < j + KEYS; key++) prefetch_row(next[key], d);
-        pack_step<Kind>(rows + j, d, values + j / KEYS * PANEL);
-    }
+// Whether no element of a cut is NaN or infinity.
+template <class T>
+static bool finite(const T* const* rows, int64_t d) {
+    vf none{};
+    for (int j = 0; j < CUT; j++)
+        for (int i = 0; i < d; i += LANES) none = madd(load_at(rows[j], i, int(d)), vf{}, none);
+    return sum(none) == 0.0f;
 }

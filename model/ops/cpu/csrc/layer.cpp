@@ -7,6 +7,7 @@
 
 #include "operations.h"
 #include "rows.h"
+#include "slots.h"
 
 namespace {
 
@@ -64,12 +65,7 @@ void turn_head(const Rope& p, const T* x, const T* norm, int64_t position, T* ou
 }
 
 template <class T, class KV>
-void copy_head(const T* x, int d, KV* out) {
-    for (int i = 0; i < d; i += LANES) store_at(out, i, d, load_at(x, i, d));
-}
-
-template <class T, class KV>
-void rope_write(const Rope& p, Heads<T> h, KV* k, KV* v) {
+void rope_write(const Rope& p, Heads<T> h, Slots<KV> k, Slots<KV> v) {
     int64_t heads = p.q_heads + 2 * p.kv_heads;
 #pragma omp parallel for schedule(static) if (p.tokens * heads * p.d > PARALLEL_FROM)
     for (int64_t t = 0; t < p.tokens; t++) {
@@ -79,20 +75,20 @@ void rope_write(const Rope& p, Heads<T> h, KV* k, KV* v) {
             turn_head(p, x + i * p.d, h.q_norm, p.positions[t], h.q + (t * p.q_heads + i) * p.d);
         int64_t page = p.slots[t] / p.page_size, offset = p.slots[t] % p.page_size;
         for (int64_t i = 0; i < p.kv_heads; i++) {
-            int64_t at = page * p.page_stride + (i * p.page_size + offset) * p.d;
             turn_head(p, x + (p.q_heads + i) * p.d, h.k_norm, p.positions[t], turned);
-            copy_head(turned, p.d, k + at);
-            copy_head(x + (p.q_heads + p.kv_heads + i) * p.d, p.d, v + at);
+            k.put(page, i, offset, turned);
+            v.put(page, i, offset, x + (p.q_heads + p.kv_heads + i) * p.d);
         }
     }
 }
 
 template <class T>
-void rope_write_to(const Rope& p, Heads<T> heads, void* k, void* v, int kv_bf16) {
-    if (kv_bf16)
-        rope_write(p, heads, static_cast<bf16*>(k), static_cast<bf16*>(v));
-    else
-        rope_write(p, heads, static_cast<float*>(k), static_cast<float*>(v));
+void rope_write_to(const Rope& p, Heads<T> heads, void* k, void* v, int kv_kind) {
+    with_kv(kv_kind, [&](auto value) {
+        using KV = decltype(value);
+        auto slots = [&](void* pool) { return Slots<KV>{static_cast<KV*>(pool), p.page_stride, p.page_size, p.d}; };
+        rope_write(p, heads, slots(k), slots(v));
+    });
 }
 
 template <class T>
@@ -130,14 +126,14 @@ int rw_silu_mul(const void* gate_up, int is_bf16, int64_t rows, int64_t n, void*
 
 int rw_rope_write(const void* qkv, const void* q_norm, const void* k_norm, int is_bf16, void* q, float eps,
                   const float* cos_sin, const int64_t* positions, const int64_t* slots, int64_t tokens,
-                  int64_t q_heads, int64_t kv_heads, int64_t d, int64_t rotary, void* k, void* v, int kv_bf16,
+                  int64_t q_heads, int64_t kv_heads, int64_t d, int64_t rotary, void* k, void* v, int kv_kind,
                   int64_t page_size, int64_t page_stride) {
     Rope p{tokens, q_heads, kv_heads, int(d), int(rotary / 2), cos_sin, positions, slots, page_size, page_stride, eps};
     if (is_bf16)
-        rope_write_to(p, Heads<bf16>{as<bf16>(qkv), as<bf16>(q_norm), as<bf16>(k_norm), as<bf16>(q)}, k, v, kv_bf16);
+        rope_write_to(p, Heads<bf16>{as<bf16>(qkv), as<bf16>(q_norm), as<bf16>(k_norm), as<bf16>(q)}, k, v, kv_kind);
     else
         rope_write_to(p, Heads<float>{as<float>(qkv), as<float>(q_norm), as<float>(k_norm), as<float>(q)}, k, v,
-                      kv_bf16);
+                      kv_kind);
     return DONE;
 }
 

@@ -22,7 +22,7 @@ struct Layer {
     const void *attention_norm, *mlp_norm, *q_norm, *k_norm;
     Linear qkv, out, gate_up, down;
     void *k, *v;
-    int64_t kv_bf16, q_heads, kv_heads, head_dim, page_size, page_stride, window, group;
+    int64_t kv_kind, q_heads, kv_heads, head_dim, page_size, page_stride, window, group;
     float scale, head_norm_eps;
 };
 
@@ -81,12 +81,12 @@ struct Scratch {
 // x [T, D] -> scratch.turned [T, D].
 void attend(const Model& m, const Layer& l, const Batch& b, const void* x, const Scratch& s) {
     const Group& g = b.groups[l.group];
-    int bf16 = int(m.is_bf16), kv_bf16 = int(l.kv_bf16);
+    int bf16 = int(m.is_bf16), kv_kind = int(l.kv_kind);
     multiply(l.qkv, x, bf16, b.tokens, s.wide);
     must(rw_rope_write(s.wide, l.q_norm, l.k_norm, bf16, s.turned, l.head_norm_eps, m.cos_sin, b.positions, g.slots,
-                       b.tokens, l.q_heads, l.kv_heads, l.head_dim, m.rotary, l.k, l.v, kv_bf16, l.page_size,
+                       b.tokens, l.q_heads, l.kv_heads, l.head_dim, m.rotary, l.k, l.v, kv_kind, l.page_size,
                        l.page_stride));
-    must(rw_attention(s.turned, bf16, l.k, l.v, kv_bf16, s.narrow, g.page_table, b.kv_lens, b.q_starts, b.tokens,
+    must(rw_attention(s.turned, bf16, l.k, l.v, kv_kind, s.narrow, g.page_table, b.kv_lens, b.q_starts, b.tokens,
                       g.table_width, b.sequences, l.q_heads, l.kv_heads, l.head_dim, l.page_size, l.page_stride, l.window,
                       l.scale));
     multiply(l.out, s.narrow, bf16, b.tokens, s.turned);
