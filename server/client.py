@@ -28,10 +28,10 @@ from server.engine.messages import (
     Submit,
 )
 from server.engine_process import EngineMain, EngineProcess, Spawned, run_engine
-from server.stream import Stream
+from server.stream import Stream, Take
 
 MAX_UNREAD_ROWS = 4096
-"""Rows a stream may hold for a reader that does not come: far above any pause that a network makes."""
+"""Rows a stream may hold for a taker that is busy: far above any pause that a network makes."""
 
 
 class EngineDeadError(Exception):
@@ -117,14 +117,14 @@ class EngineClient:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, submits: Sequence[Submit], timeout: float | None = None, queue_timeout: float | None = None
+        self, submits: Sequence[Submit], take: Take, timeout: float | None = None, queue_timeout: float | None = None
     ) -> AsyncIterator[Stream]:
-        """Submit together, read together. Leaving the block early aborts what still runs.
+        """Submit together; `take` gets the rows of each step. Leaving the block early aborts what still runs.
 
         timeout: seconds for everything; queue_timeout: seconds until the first row. Either ends the stream with
         StreamCutError. Raises QueueFullError or EngineDeadError before anything is sent.
         """
-        stream = self._admit(submits)
+        stream = self._admit(submits, take)
         timers = self._arm(stream, timeout, queue_timeout)
         try:
             yield stream
@@ -134,10 +134,10 @@ class EngineClient:
             self._close(stream)
             stream.end()
 
-    def _admit(self, submits: Sequence[Submit]) -> Stream:
+    def _admit(self, submits: Sequence[Submit], take: Take) -> Stream:
         if self.failure is not None:
             raise EngineDeadError(self.failure)
-        stream = Stream(submits)
+        stream = Stream(submits, take)
         if not self._process.has_unread:
             self._left_unheard = 0
         over = self.open_sequences + self._left_unheard + stream.sequences - self.limit
@@ -182,7 +182,7 @@ class EngineClient:
             self._process.send(Abort((), "stop_string", tuple(choices)))
 
     def abort(self, stream: Stream, reason: AbortReason) -> None:
-        """End what still runs; the reader gets the rows that came before, then StreamCutError."""
+        """End what still runs; the taker gets the rows that came before, then StreamCutError ends the stream."""
         self._close(stream, reason)
         stream.cut(StreamCutError(reason))
 
@@ -229,12 +229,15 @@ class EngineClient:
                 self._die(text)
 
     def _deliver(self, output: StepOutput) -> None:
+        """From here a step goes on to the sockets, in this call."""
         self.stats = output.stats
+        fed: dict[Stream, None] = {}
         for row in output.rows:
-            stream = self._streams.get(row.id)
-            if stream is None:
-                continue
-            stream.push(row)
+            if (stream := self._streams.get(row.id)) is not None:
+                stream.push(row)
+                fed[stream] = None
+        for stream in fed:
+            stream.hand_on()
             if stream.unread > MAX_UNREAD_ROWS:
                 self.abort(stream, "slow_reader")
         self.on_step(output)  # last: a listener that fails costs no row

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from contextlib import aclosing, closing, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from server.errors import ApiError
+from server.stream import Busy, SlowReaderError
 
 T = TypeVar("T")
 DONE = "data: [DONE]\n\n"
-
-
-class SlowReaderError(Exception):
-    """The client does not take what is written."""
 
 
 async def until_disconnect(receive: Receive) -> None:
@@ -53,103 +51,140 @@ def error_text(error: ApiError) -> str:
 
 
 class EventStream(Response):
-    """Server-sent events from an iterator of whole events.
+    """Server-sent events: `work` is given a Writer and calls it with one or more whole events.
 
     The status line waits for the first event: a request that fails before it gets a plain error. Later errors become
     an error event. The body goes past the middleware, which has no business with it. When a write does not go through
-    within write_timeout seconds, on_slow is told and the response is left unfinished, on which the server closes the
-    connection.
+    within write_timeout seconds, work is told by SlowReaderError and the response is left unfinished, on which the
+    server closes the connection.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        events: AsyncIterator[str],
+        work: Callable[[Writer], Awaitable[None]],
         write_timeout: float,
-        on_slow: Callable[[], None],
         error_event: Callable[[ApiError], str] = error_text,
         end: str = DONE,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
-        self._write_timeout, self._on_slow = write_timeout, on_slow
+        self._work, self._write_timeout = work, write_timeout
         self._error_event, self._end = error_event, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_disconnected(receive, self._write_all(scope, receive, send))
 
     async def _write_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events) as events:  # type: ignore[type-var]
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        send_body = scope.get("state", {}).get("send_body", send)
+        with suppress(SlowReaderError), closing(Writer(partial(send, start), send_body, self._write_timeout)) as write:
             try:
-                first = await anext(events, "")
+                await self._work(write)
             except ApiError as error:
-                await error.response()(scope, receive, send)
-                return
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            send_body = scope.get("state", {}).get("send_body", send)
-            with suppress(SlowReaderError):
-                async with Writer(send_body, self._write_timeout, self._on_slow) as write:
-                    await write(first)
-                    await self._write_rest(events, write)
-                    await write.end()
+                if not write.has_begun:
+                    await error.response()(scope, receive, send)
+                    return
+                write(self._error_event(error))
+            write(self._end)
+            await write.end()
 
-    async def _write_rest(self, events: AsyncIterator[str], write: Writer) -> None:
-        """An error after the first event is an event, and the end mark comes in any case."""
-        try:
+
+def relayed(events: AsyncIterator[str]) -> Callable[[Writer], Awaitable[None]]:
+    """Work for an EventStream whose events are waited for one by one."""
+
+    async def work(write: Writer) -> None:
+        async with aclosing(events):  # type: ignore[type-var]
             async for event in events:
-                await write(event)
-        except ApiError as error:
-            await write(self._error_event(error))
-        if self._end:
-            await write(self._end)
+                write(event)
+                await write.drain()
+
+    return work
 
 
 class Writer:
-    """Writes parts of a body, each in at most `seconds`; else on_slow is told and SlowReaderError ends the block.
+    """Writes a response part by part, its status line before the first.
 
-    One timer serves all writes, and looks at its clock when it rings: a timer for each would cost more than the write.
+    What goes through at once, as nearly everything does, is sent within the call and wakes no task. What has to wait
+    becomes a task with `seconds` to go through, and what is written meanwhile follows it.
     """
 
-    def __init__(self, send: Send, seconds: float, on_slow: Callable[[], None]) -> None:
-        self._send, self._seconds, self._on_slow = send, seconds, on_slow
-        self._loop = asyncio.get_running_loop()
-        self._limit = asyncio.timeout(None)
-        self._begun: float | None = None
+    def __init__(self, start: Callable[[], Awaitable[None]], send: Send, seconds: float) -> None:
+        self._start, self._send, self._seconds = start, send, seconds
+        self._parts: list[str] = []
+        self._waiting: asyncio.Task[None] | None = None
+        self.has_begun = False
 
-    async def __call__(self, part: str) -> None:
-        await self._write({"type": "http.response.body", "body": part.encode(), "more_body": True})
+    def __call__(self, part: str) -> Busy:
+        """None if it went through, else what is done once it has; SlowReaderError if it never does."""
+        if part:
+            self._parts.append(part)
+            if self._waiting is None:
+                self._begin()
+        return self._waiting
+
+    def _begin(self) -> None:
+        sending = begun(self._send_parts())
+        if sending is not None:
+            self._waiting = asyncio.create_task(self._await(sending))
+
+    async def _send_parts(self) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            await self._start()
+        while self._parts:
+            body = "".join(self._parts).encode()
+            self._parts.clear()
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def drain(self) -> None:
+        """Until everything has gone through."""
+        if self._waiting is not None:
+            await self._waiting
 
     async def end(self) -> None:
         """The body is complete."""
-        await self._write({"type": "http.response.body", "body": b""})
+        await self.drain()
+        await self._await(self._send({"type": "http.response.body", "body": b""}))
 
-    async def _write(self, message: Message) -> None:
-        self._begun = self._loop.time()
-        await self._send(message)
-        self._begun = None
-
-    async def __aenter__(self) -> Writer:
-        self._timer = self._loop.call_later(self._seconds, self._look)
-        await self._limit.__aenter__()
-        return self
-
-    async def __aexit__(self, *raised: Any) -> None:
-        self._timer.cancel()
+    async def _await(self, sending: Awaitable[None]) -> None:
         try:
-            await self._limit.__aexit__(*raised)
+            async with asyncio.timeout(self._seconds):
+                await sending
         except TimeoutError:
             raise SlowReaderError from None
+        finally:
+            self._waiting = None
 
-    def _look(self) -> None:
-        now = self._loop.time()
-        due = (now if self._begun is None else self._begun) + self._seconds
-        if due > now:
-            self._timer = self._loop.call_at(due, self._look)
-        else:
-            self._on_slow()
-            self._limit.reschedule(now)
+    def close(self) -> None:
+        """Give up what has not gone through."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+
+class Begun(Generator[Any, Any, None]):
+    """A coroutine that runs already and has said what it waits for. From Python 3.12 on a task can start so itself."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], awaited: Any) -> None:
+        self._coroutine, self._awaited = coroutine, [awaited]
+
+    def __await__(self) -> Begun:
+        return self
+
+    def send(self, value: Any) -> Any:
+        return self._awaited.pop() if self._awaited else self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._coroutine.throw(*error)
+
+
+def begun(coroutine: Coroutine[Any, Any, None]) -> Begun | None:
+    """Run it here until it has to wait: what is left then, None if it ended."""
+    try:
+        return Begun(coroutine, coroutine.send(None))
+    except StopIteration:
+        return None
 
 
 def named_event(value: dict[str, Any]) -> str:

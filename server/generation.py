@@ -5,7 +5,7 @@ Knows tokens and text, no JSON shapes: routes turn deltas into the format of the
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,11 @@ from server.client import EngineClient, EngineDeadError, QueueFullError, StreamC
 from server.engine.messages import GrammarSpec, RequestTimes, RequestUsage, Row, SamplingParams, Submit
 from server.errors import ApiError
 from server.metrics import Metrics
-from server.stream import Stream
+from server.stream import Busy, SlowReaderError, Stream
 from server.token_bytes import TokenBytes
+
+Show = Callable[[list[Delta]], Busy]
+"""Takes what a step brought, one delta a choice; says what has to be over before it takes more."""
 
 
 class Generation:
@@ -37,7 +40,6 @@ class Generation:
         self.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self.warnings: list[str] = []
         self._cached: dict[str, int] = {}
-        self._stream: Stream | None = None
         self.failure: str | None = None
         self.kv_usage = False
         """The engine's bill for KV memory is wanted: it comes with the last row of a choice, even of a stopped one."""
@@ -62,6 +64,7 @@ class Generation:
             for index, (submit, prompt) in enumerate(zip(self.submits, prompts, strict=True))
             for choice in range(n)
         }
+        self._running = len(self.choices)
 
     def set_tenant(self, tenant: str) -> None:
         """Whose requests these are, for fair queueing and the KV accounts."""
@@ -97,27 +100,20 @@ class Generation:
             "cached_tokens": self.cached_tokens,
         }
 
-    async def deltas(
-        self, client: EngineClient, timeout: float | None = None, queue_timeout: float | None = None
-    ) -> AsyncIterator[list[Delta]]:
-        """Submit and follow to the end; ApiError when there is no answer. Closing the iterator aborts."""
+    async def run(
+        self, client: EngineClient, show: Show, timeout: float | None = None, queue_timeout: float | None = None
+    ) -> None:
+        """Submit and follow to the end: `show` gets the deltas of each step, in the call that brought them.
+
+        ApiError when there is no answer. Cancelling aborts.
+        """
         try:
-            async with client.stream(self.submits, timeout, queue_timeout) as stream:
-                self._stream = stream
-                async for rows in stream:
-                    yield self.take(rows)
-                    if self.failure is not None:
-                        raise ApiError(500, self.failure, code="request_failed")
-                    if all(choice.finish for choice in self.choices.values()):
-                        client.finish(stream, wait=self.kv_usage)
-                    elif self._complete:
-                        client.finish_choices(self._complete)
-                    self._complete = []
+            await self._follow(client, show, timeout, queue_timeout)
         except StreamCutError as cut:
             if cut.reason != "timeout":
                 raise refusal_of(cut) from None
             self.warnings.append(f"timeout: ended after {timeout:g} s, before max_tokens or a stop")
-            yield [choice.cut() for choice in self.choices.values() if choice.finish is None]
+            show([choice.cut() for choice in self.choices.values() if choice.finish is None])
         except QueueFullError as full:
             raise queue_is_full(full) from None
         except EngineDeadError as dead:
@@ -126,10 +122,30 @@ class Generation:
             for choice in self.choices.values():
                 choice.leave()
 
-    def cut_off(self, client: EngineClient) -> None:
-        """End the request because nobody reads its stream."""
-        if self._stream is not None:
-            client.abort(self._stream, "slow_reader")
+    async def _follow(
+        self, client: EngineClient, show: Show, timeout: float | None, queue_timeout: float | None
+    ) -> None:
+        def take(rows: list[Row]) -> Busy:
+            busy = show(self.take(rows))
+            if self.failure is not None:
+                raise ApiError(500, self.failure, code="request_failed")
+            self._stop_complete(client, stream)
+            return busy
+
+        async with client.stream(self.submits, take, timeout, queue_timeout) as stream:
+            try:
+                await stream.wait()
+            except SlowReaderError:
+                client.abort(stream, "slow_reader")
+                raise
+
+    def _stop_complete(self, client: EngineClient, stream: Stream) -> None:
+        """Text may be complete before the engine knows."""
+        if not self._running:
+            client.finish(stream, wait=self.kv_usage)
+        elif self._complete:
+            client.finish_choices(self._complete)
+        self._complete = []
 
     def take(self, rows: list[Row]) -> list[Delta]:
         """What these rows bring, one delta a choice; `failure` says so if the engine gave the request up."""
@@ -145,8 +161,11 @@ class Generation:
                 break  # what came before it is still shown
             if row.cached_tokens is not None:
                 self._cached.setdefault(row.id, row.cached_tokens)
-            if choice.take(row, deltas.setdefault(choice.index, Delta(choice.index))):
+            if (delta := deltas.get(choice.index)) is None:
+                delta = deltas[choice.index] = Delta(choice.index)
+            if choice.take(row, delta):
                 self._complete.append((row.id, row.choice))
+            self._running -= choice.finish is not None
         return list(deltas.values())
 
 

@@ -6,8 +6,6 @@ One machine makes both: a reply that does not stream is the last state of the sa
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any, Literal
 
 from server.choice import Delta
@@ -101,27 +99,26 @@ class MessagesReply:
 
     def __init__(self) -> None:
         self._blocks = Blocks()
+        self._started, self._end = False, end({"finish_reason": "stop"})
 
-    async def whole(self, reply: Reply, steps: AsyncIterator[list[Delta]]) -> dict[str, Any]:
-        chat = await reply.whole(steps)
-        [choice] = chat["choices"]
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        [choice] = reply.whole()["choices"]
         self._blocks.feed(choice["message"])
         ended = end(choice) | {"content": self._blocks.shown(), "usage": usage(reply)}
         return message(reply) | ended | {"timings": timings(reply.generation)} | reply.warnings()
 
-    async def events(self, reply: Reply, steps: AsyncIterator[list[Delta]]) -> AsyncIterator[str]:
-        started, ended = False, end({"finish_reason": "stop"})
-        async with aclosing(reply.chunks(steps)) as all_chunks:
-            async for chunks in all_chunks:
-                events: list[Event] = [] if started else [{"type": "message_start", "message": message(reply)}]
-                started = True
-                for choice in (choice for chunk in chunks for choice in chunk["choices"]):
-                    events += self._blocks.feed(choice["delta"])
-                    ended = end(choice) if choice["finish_reason"] else ended
-                yield "".join(map(named_event, events))
-        last = {"type": "message_delta", "delta": ended, "usage": usage(reply)}
+    def events(self, reply: Reply, deltas: list[Delta]) -> str:
+        events: list[Event] = [] if self._started else [{"type": "message_start", "message": message(reply)}]
+        self._started = True
+        for choice in (choice for chunk in reply.chunks(deltas) for choice in chunk["choices"]):
+            events += self._blocks.feed(choice["delta"])
+            self._end = end(choice) if choice["finish_reason"] else self._end
+        return "".join(map(named_event, events))
+
+    def last_events(self, reply: Reply) -> str:
+        last = {"type": "message_delta", "delta": self._end, "usage": usage(reply)}
         last |= {"timings": timings(reply.generation)} | reply.warnings()
-        yield "".join(map(named_event, [*self._blocks.close(), last, {"type": "message_stop"}]))
+        return "".join(map(named_event, [*self._blocks.close(), last, {"type": "message_stop"}]))
 
 
 def message(reply: Reply) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +113,7 @@ class Reply:
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     opened: set[int] = field(default_factory=set)
+    _total: dict[int, Delta] = field(default_factory=dict)
     _around: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -141,13 +141,14 @@ class Reply:
     def warnings(self) -> dict[str, Any]:
         return {"warnings": self.generation.warnings} if self.generation.warnings else {}
 
-    async def whole(self, steps: AsyncIterator[list[Delta]]) -> dict[str, Any]:
+    def add(self, deltas: list[Delta]) -> None:
+        """Keep what a step brought for `whole`."""
+        for delta in deltas:
+            join(self._total.setdefault(delta.index, Delta(delta.index)), delta)
+
+    def whole(self) -> dict[str, Any]:
         """The reply of a request that does not stream: the same deltas, joined."""
-        total: dict[int, Delta] = {}
-        async with aclosing(steps):  # type: ignore[type-var]
-            async for deltas in steps:
-                for delta in deltas:
-                    join(total.setdefault(delta.index, Delta(delta.index)), delta)
+        total = self._total
         choices = [self.format.choice(self, total[index]) for index in sorted(total)]
         ends = {"choices": choices, "usage": self.usage(), "timings": timings(self.generation)}
         return self.head(self.format.object) | ends | self.scored_prompt(total[0]) | self.warnings()
@@ -158,14 +159,12 @@ class Reply:
             return {}
         return {"prompt_logprobs": prompt_logprobs(self.vocabulary, first.prompt_logprobs)}
 
-    async def events(self, steps: AsyncIterator[list[Delta]]) -> AsyncIterator[str]:
-        """Server-sent events, all of a step in one string."""
-        async with aclosing(steps):  # type: ignore[type-var]
-            async for deltas in steps:
-                if text := self._plain_text(deltas) or self._step_text(deltas):
-                    yield text
-        if self.usage_wanted != "never":
-            yield event_text(self._usage_chunk())
+    def events(self, deltas: list[Delta]) -> str:
+        """Server-sent events of a step, all in one string."""
+        return self._plain_text(deltas) or self._step_text(deltas)
+
+    def last_events(self) -> str:
+        return "".join(map(event_text, self.last_chunks()))
 
     def _plain_text(self, deltas: list[Delta]) -> str:
         """The events of a step that brought text and nothing else, as nearly all do; "" for any other step."""
@@ -178,7 +177,7 @@ class Reply:
         return "".join(events)
 
     def _step_text(self, deltas: list[Delta]) -> str:
-        text = "".join(map(event_text, self._step_chunks(deltas)))
+        text = "".join(map(event_text, self.chunks(deltas)))
         if self.usage_wanted != "always":
             self._around |= {d.index: self._cut(d.index) for d in deltas if d.index not in self._around}
         return text
@@ -189,16 +188,7 @@ class Reply:
         before, _, behind = event_text(chunk).rpartition(dumps(MARK))
         return before, behind
 
-    async def chunks(self, steps: AsyncIterator[list[Delta]]) -> AsyncGenerator[list[dict[str, Any]]]:
-        """What a stream sends, step by step."""
-        async with aclosing(steps):  # type: ignore[type-var]
-            async for deltas in steps:
-                if chunks := self._step_chunks(deltas):
-                    yield chunks
-        if self.usage_wanted != "never":
-            yield [self._usage_chunk()]
-
-    def _step_chunks(self, deltas: list[Delta]) -> list[dict[str, Any]]:
+    def chunks(self, deltas: list[Delta]) -> list[dict[str, Any]]:
         """timings come on the last chunk of all."""
         chunks = self._chunks_of(deltas)
         if chunks and "running" not in self.generation.ends:
@@ -215,9 +205,12 @@ class Reply:
             for choice in self.format.chunk(self, delta)
         ]
 
-    def _usage_chunk(self) -> dict[str, Any]:
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """What comes behind all steps."""
+        if self.usage_wanted == "never":
+            return []
         head = self.head(self.format.chunk_object)
-        return head | {"choices": [], "usage": self.usage(), "timings": timings(self.generation)}
+        return [head | {"choices": [], "usage": self.usage(), "timings": timings(self.generation)}]
 
 
 def join(total: Delta, delta: Delta) -> None:

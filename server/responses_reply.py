@@ -6,8 +6,6 @@ One machine makes both: a reply that does not stream is the last state of the sa
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -132,26 +130,27 @@ class ResponsesReply:
     def __init__(self, body: ResponsesBody) -> None:
         self._body = body
         self._output = Output()
+        self._sent, self._finish = 0, ""
 
-    async def whole(self, reply: Reply, steps: AsyncIterator[list[Delta]]) -> dict[str, Any]:
-        chat = await reply.whole(steps)
-        [choice] = chat["choices"]
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        [choice] = reply.whole()["choices"]
         self._output.feed(choice["message"], (choice["logprobs"] or {}).get("content") or [])
         return self._response(reply, choice["finish_reason"])
 
-    async def events(self, reply: Reply, steps: AsyncIterator[list[Delta]]) -> AsyncIterator[str]:
-        number, finish = 0, ""
-        async with aclosing(reply.chunks(steps)) as all_chunks:
-            async for chunks in all_chunks:
-                events = [] if number else self._opening(reply)
-                for choice in (choice for chunk in chunks for choice in chunk["choices"]):
-                    events += self._output.feed(choice["delta"], (choice["logprobs"] or {}).get("content") or [])
-                    finish = choice["finish_reason"] or finish
-                yield "".join(named_event(event | {"sequence_number": number + i}) for i, event in enumerate(events))
-                number += len(events)
-        last = self._response(reply, finish)
-        events = [*self._output.close(), {"type": f"response.{last['status']}", "response": last}]
-        yield "".join(named_event(event | {"sequence_number": number + i}) for i, event in enumerate(events))
+    def events(self, reply: Reply, deltas: list[Delta]) -> str:
+        events = [] if self._sent else self._opening(reply)
+        for choice in (choice for chunk in reply.chunks(deltas) for choice in chunk["choices"]):
+            events += self._output.feed(choice["delta"], (choice["logprobs"] or {}).get("content") or [])
+            self._finish = choice["finish_reason"] or self._finish
+        return self._numbered(events)
+
+    def last_events(self, reply: Reply) -> str:
+        last = self._response(reply, self._finish)
+        return self._numbered([*self._output.close(), {"type": f"response.{last['status']}", "response": last}])
+
+    def _numbered(self, events: list[Event]) -> str:
+        first, self._sent = self._sent, self._sent + len(events)
+        return "".join(named_event(event | {"sequence_number": first + i}) for i, event in enumerate(events))
 
     def _opening(self, reply: Reply) -> list[Event]:
         response = self._response(reply, None)

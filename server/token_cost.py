@@ -1,4 +1,4 @@
-"""What HTTP costs a token: python -m server.token_cost [MODEL] [--streams 1,8] [--tokens 400] [--step-ms 9].
+"""What HTTP costs a token: python -m server.token_cost [MODEL] [--streams 1,8,32] [--tokens 400] [--step-ms 9].
 
 A real server whose engine does everything but the forward, during which it sleeps: what CPU time is left belongs to the
 way of a token from the scheduler to the socket. Knows processes and their clocks; MODEL is read for its tokenizer only.
@@ -104,23 +104,30 @@ def spent(server: Server, streams: int, tokens: int) -> tuple[float, float]:
     return http, engine
 
 
+def shown(process: str, token_ms: float, streams: int) -> str:
+    """Most of what a step costs is waking up with cold caches, however many streams share it."""
+    return f"{process} process {token_ms:.3f} a token, {token_ms * streams:.2f} a step"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m server.token_cost", description=__doc__)
     parser.add_argument("model", nargs="?", help="folder, model file or hub id; the demo model if left out")
-    parser.add_argument("--streams", default="1,8")
+    parser.add_argument("--streams", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--step-ms", type=float, default=9.0, help="time of a forward")
     parser.add_argument("--serve", action="store_true", help="only serve, for a client of your own")
     given = parser.parse_args()
     if given.serve:
         return serve_paced(given.model, given.step_ms / 1e3)
-    print(f"ms of CPU a token, median of {ROUNDS} times {given.tokens} tokens, a step every {given.step_ms:g} ms")
+    print(f"ms of CPU, median of {ROUNDS} times {given.tokens} tokens, a step every {given.step_ms:g} ms")
     with running(given.model, given.step_ms / 1e3) as server:
         server.stream(5)
         for streams in map(int, given.streams.split(",")):
             rounds = [measure(server, streams, given.tokens) for _ in range(ROUNDS)]
             http, engine = (median(side) for side in zip(*rounds, strict=True))
-            print(f"{streams:>3} streams: HTTP process {http:.3f}, engine process {engine:.3f}", flush=True)
+            print(
+                f"{streams:>3} streams: {shown('HTTP', http, streams)}; {shown('engine', engine, streams)}", flush=True
+            )
     return 0
 
 

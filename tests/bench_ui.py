@@ -25,7 +25,7 @@ from playwright.sync_api import Page
 from starlette.responses import Response
 
 from server.caller import Caller
-from server.disconnect import EventStream, dumps
+from server.disconnect import EventStream, dumps, relayed
 from server.kv_map import RUN_FIELDS, PageMap
 from server.routes import ui
 from tests.browser import chromium, visit
@@ -140,7 +140,7 @@ def synthetic_app(updates: int) -> FastAPI:
 
     @app.get("/kv/stream")
     async def stream() -> Response:
-        return EventStream(SyntheticPool().events(updates), 60, lambda: None)
+        return EventStream(relayed(SyntheticPool().events(updates)), 60)
 
     return app
 

@@ -15,7 +15,7 @@ import pytest
 from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
 from server.engine.facts import EngineConfig
 from server.engine.messages import Row, SamplingParams, StepOutput, Submit
-from server.stream import Stream
+from server.stream import Stream, drop
 from tests import scripted_engine
 from tests.scripted_engine import CRASH, KILL, SILENT
 
@@ -43,8 +43,19 @@ def with_client(test: Callable[[EngineClient], Awaitable[None]], **config: Any) 
 
 
 async def read(client: EngineClient, *submits: Submit, **limits: float) -> list[Row]:
-    async with client.stream(submits, **limits) as stream:
-        return [row async for rows in stream for row in rows]
+    read: list[Row] = []
+    async with client.stream(submits, read.extend, **limits) as stream:
+        await stream.wait()
+    return read
+
+
+class Inbox:
+    """A taker whose rows somebody waits for."""
+
+    def __init__(self) -> None:
+        self._rows: asyncio.Queue[list[Row]] = asyncio.Queue()
+        self.take = self._rows.put_nowait
+        self.next = self._rows.get
 
 
 async def aborted(client: EngineClient) -> dict[str, str]:
@@ -88,8 +99,9 @@ def test_many_requests_and_choices_do_not_mix() -> None:
 @pytest.mark.fault
 def test_leaving_early_aborts_in_the_engine() -> None:
     async def test(client: EngineClient) -> None:
-        async with client.stream([submit("gone", [1], max_tokens=10**9)]) as stream:
-            await anext(stream)
+        inbox = Inbox()
+        async with client.stream([submit("gone", [1], max_tokens=10**9)], inbox.take):
+            await inbox.next()
         assert await aborted(client) == {"gone": "client"}
         assert (await client.query("state"))["running"] == []
 
@@ -111,11 +123,11 @@ def test_cancelling_the_reader_aborts_in_the_engine() -> None:
 
 def test_finish_ends_the_rest_because_of_a_stop_string() -> None:
     async def test(client: EngineClient) -> None:
-        async with client.stream([submit("done", [1], max_tokens=10**9)]) as stream:
-            await anext(stream)
+        inbox = Inbox()
+        async with client.stream([submit("done", [1], max_tokens=10**9)], inbox.take) as stream:
+            await inbox.next()
             client.finish(stream)
-            with pytest.raises(StopAsyncIteration):
-                await anext(stream)
+            await stream.wait()
         assert await aborted(client) == {"done": "stop_string"}
 
     with_client(test)
@@ -151,12 +163,39 @@ def test_a_cut_stream_is_not_left_to_the_garbage_collector() -> None:
 
 def test_queue_timeout_is_over_once_a_row_has_come() -> None:
     async def test(client: EngineClient) -> None:
-        async with client.stream([submit("a", [1], max_tokens=10**9)], queue_timeout=0.2) as stream:
-            await anext(stream)
+        inbox = Inbox()
+        async with client.stream([submit("a", [1], max_tokens=10**9)], inbox.take, queue_timeout=0.2):
+            await inbox.next()
             await client.query("hold")
             await asyncio.sleep(0.3)
             await client.query("go")
-            assert await anext(stream)
+            assert await inbox.next()
+
+    with_client(test)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("where", ["taking", "busy"])
+def test_a_taker_that_fails_ends_its_own_stream_alone(where: str) -> None:
+    """Whether it raises or what it waits for does; a neighbour goes on, and the engine is told."""
+
+    async def test(client: EngineClient) -> None:
+        failure = ValueError("cannot take that")
+        busy = asyncio.get_running_loop().create_future()
+
+        def take(rows: list[Row]) -> asyncio.Future[None]:
+            if where == "taking":
+                raise failure
+            if not busy.done():
+                busy.set_exception(failure)
+            return busy
+
+        async with client.stream([submit("fails", [1], max_tokens=10**9)], take) as stream:
+            neighbour = asyncio.create_task(read(client, submit("goes on", [1, 2], max_tokens=50)))
+            with pytest.raises(ValueError, match="cannot take"):
+                await stream.wait()
+        assert len(await neighbour) == 50
+        assert await aborted(client) == {"fails": "client"}
 
     with_client(test)
 
@@ -164,7 +203,7 @@ def test_queue_timeout_is_over_once_a_row_has_come() -> None:
 @pytest.mark.fault
 def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     async def test(client: EngineClient) -> None:
-        async with client.stream([submit("a", [1], seed=SILENT), submit("b", [1], seed=SILENT)]):
+        async with client.stream([submit("a", [1], seed=SILENT), submit("b", [1], seed=SILENT)], drop):
             with pytest.raises(QueueFullError, match="3 sequences") as full:
                 await read(client, submit("c", [1], n=2))
             assert 1 <= full.value.retry_after <= 60
@@ -267,7 +306,7 @@ def test_a_failed_start_carries_the_engines_line(model: str, text: str) -> None:
 def test_stalled_means_open_work_and_silence() -> None:
     async def test(client: EngineClient) -> None:
         assert not client.is_stalled(0)
-        async with client.stream([submit("a", [1], seed=SILENT)]):
+        async with client.stream([submit("a", [1], seed=SILENT)], drop):
             await asyncio.sleep(0.01)
             assert client.is_stalled(0.005)
             assert not client.is_stalled(60)

@@ -12,7 +12,7 @@ import pytest
 
 from server import kv_live
 from server.caller import Caller
-from server.disconnect import EventStream
+from server.disconnect import EventStream, relayed
 from server.engine.messages import StepOutput
 from server.engine.views import kv_requests
 from server.kv_live import MAX_UNREAD, KvLive
@@ -54,13 +54,10 @@ class Connection:
 
     def __init__(self, live: KvLive, write_timeout: float = 60) -> None:
         self.events: list[Event] = []
-        self.gate, self.written, self.was_slow = asyncio.Event(), asyncio.Event(), False
+        self.gate, self.written, self.was_left = asyncio.Event(), asyncio.Event(), True
         self.gate.set()
-        stream = EventStream(live.watch(ROOT), write_timeout, self.notice)
+        stream = EventStream(relayed(live.watch(ROOT)), write_timeout)
         self.task = asyncio.create_task(stream({"type": "http"}, self.receive, self.send))
-
-    def notice(self) -> None:
-        self.was_slow = True
 
     async def receive(self) -> Any:
         await asyncio.Event().wait()
@@ -68,6 +65,7 @@ class Connection:
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.body":
             await self.gate.wait()
+            self.was_left = message.get("more_body", False)
         if text := message.get("body", b"").decode().removesuffix("data: [DONE]\n\n"):
             number, kind, data = (line.partition(": ")[2] for line in text.strip().split("\n"))
             self.events.append((int(number), kind, json.loads(data)))
@@ -162,11 +160,12 @@ def test_a_reader_that_never_reads_is_let_go_and_makes_room() -> None:
         for connection in stuck:
             connection.gate.clear()
         await asyncio.gather(*(connection.task for connection in stuck))
-        assert all(connection.was_slow for connection in stuck)
+        assert all(connection.was_left for connection in stuck)
         again = Connection(live)
         async for _, kind, _ in again.following(1):
             assert kind == "snapshot"
         over.append(True)
         await again.task
+        assert not again.was_left
 
     asyncio.run(scenario())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import get_args
 
 import pytest
@@ -32,24 +31,25 @@ def make_reply(format: Format, wanted: UsageWanted) -> Reply:
     return reply
 
 
-async def steps(reply: Reply, tokens: list[list[int]]) -> AsyncIterator[list[Delta]]:
+def steps(reply: Reply, tokens: list[list[int]]) -> Iterator[list[Delta]]:
     """Of both choices, a token each a step; a choice without one says nothing in that step."""
     for step in tokens:
         yield reply.generation.take([Row("r-0", choice, (token,)) for choice, token in enumerate(step)])
     yield reply.generation.take([Row("r-0", choice, (0,), finish="length") for choice in (0, 1)])
 
 
-async def as_events(reply: Reply, tokens: list[list[int]]) -> str:
-    return "".join([text async for text in reply.events(steps(reply, tokens))])
+def as_events(reply: Reply, tokens: list[list[int]]) -> str:
+    return "".join(map(reply.events, steps(reply, tokens))) + reply.last_events()
 
 
-async def as_chunks(reply: Reply, tokens: list[list[int]]) -> str:
-    return "".join([event_text(chunk) async for chunks in reply.chunks(steps(reply, tokens)) for chunk in chunks])
+def as_chunks(reply: Reply, tokens: list[list[int]]) -> str:
+    chunks = [chunk for deltas in steps(reply, tokens) for chunk in reply.chunks(deltas)]
+    return "".join(map(event_text, [*chunks, *reply.last_chunks()]))
 
 
 @pytest.mark.parametrize("wanted", get_args(UsageWanted))
 @pytest.mark.parametrize("format", [CHAT, COMPLETION], ids=["chat", "completions"])
 @given(st.lists(st.lists(st.integers(0, len(WORDS) - 1), min_size=1, max_size=2), max_size=6))
 def test_a_cut_event_is_a_whole_one(format: Format, wanted: UsageWanted, tokens: list[list[int]]) -> None:
-    cut = asyncio.run(as_events(make_reply(format, wanted), tokens))
-    assert cut == asyncio.run(as_chunks(make_reply(format, wanted), tokens))
+    cut = as_events(make_reply(format, wanted), tokens)
+    assert cut == as_chunks(make_reply(format, wanted), tokens)

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.caller import Caller
-from server.disconnect import EventStream
+from server.disconnect import EventStream, relayed
 from server.errors import ApiError
 from server.kv_live import KvLive
 from server.service import Service
@@ -54,4 +54,4 @@ async def pages(request: Request) -> dict[str, Any]:
 async def stream(request: Request) -> Response:
     """Server-sent events: one snapshot of the map, then deltas, at most ten a second."""
     service: Service = request.app.state.service
-    return EventStream(live_of(request).watch(caller_of(request)), service.config.slow_reader_timeout, lambda: None)
+    return EventStream(relayed(live_of(request).watch(caller_of(request))), service.config.slow_reader_timeout)

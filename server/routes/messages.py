@@ -45,7 +45,7 @@ router = APIRouter(prefix="/v1", route_class=MessagesRoute)
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a conversation, in blocks."""
     reply = MessagesReply()
-    api = Api(reply.whole, reply.events, error_event, end="")
+    api = Api(reply.whole, reply.events, reply.last_events, error_event, end="")
     return await answer(request, body.as_chat(), begin_chat, api, body.warnings())
 
 

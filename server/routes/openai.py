@@ -5,7 +5,7 @@ Turns bodies into generations; knows nothing of the shape of what comes back (re
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,10 @@ from starlette.responses import Response
 from server.chat_output import ChatOutput, completion_grammar
 from server.chat_template import TemplateRefusedError
 from server.choice import Delta, PromptText, TextOptions, prompt_text
-from server.disconnect import DONE, EventStream, dumps, error_text, unless_disconnected
+from server.disconnect import DONE, EventStream, Writer, dumps, error_text, unless_disconnected
 from server.engine.messages import GrammarSpec
 from server.errors import ApiError, bad_request
-from server.generation import Generation
+from server.generation import Generation, Show
 from server.replies import CHAT, COMPLETION, Reply
 from server.sampling import sampling_params
 from server.schemas import REASONS, ChatBody, CompletionBody, GenerationBody, fields_without_effect, unknown_fields
@@ -69,13 +69,14 @@ def model_object(service: Service, name: str) -> dict[str, Any]:
 class Api:
     """How an API writes what a generation brings: whole, as events, and what ends a stream."""
 
-    whole: Callable[[Reply, AsyncIterator[list[Delta]]], Awaitable[dict[str, Any]]]
-    events: Callable[[Reply, AsyncIterator[list[Delta]]], AsyncIterator[str]]
+    whole: Callable[[Reply], dict[str, Any]]
+    events: Callable[[Reply, list[Delta]], str]
+    last_events: Callable[[Reply], str]
     error_event: Callable[[ApiError], str]
     end: str
 
 
-OPENAI = Api(Reply.whole, Reply.events, error_text, DONE)
+OPENAI = Api(Reply.whole, Reply.events, Reply.last_events, error_text, DONE)
 
 
 async def answer(
@@ -96,15 +97,20 @@ async def answer(
         reply.generation.warnings += warnings
         reply.generation.set_tenant(request.state.caller.tenant)
         reply.generation.kv_usage = bool(body.kv_usage)
-        deltas = reply.generation.deltas(client, body.timeout, body.queue_timeout)
+        run = partial(reply.generation.run, client, timeout=body.timeout, queue_timeout=body.queue_timeout)
         if body.stream:
-            cut_off = partial(reply.generation.cut_off, client)
-            events = api.events(reply, deltas)
-            return EventStream(events, service.config.slow_reader_timeout, cut_off, api.error_event, api.end)
-        return Response(dumps(await api.whole(reply, deltas)), media_type="application/json")
+            events = partial(write_events, api, reply, run)
+            return EventStream(events, service.config.slow_reader_timeout, api.error_event, api.end)
+        await run(reply.add)
+        return Response(dumps(api.whole(reply)), media_type="application/json")
 
     response = await unless_disconnected(request.receive, work())
     return response if response is not None else Response(status_code=499)
+
+
+async def write_events(api: Api, reply: Reply, run: Callable[[Show], Awaitable[None]], write: Writer) -> None:
+    await run(lambda deltas: write(api.events(reply, deltas)))
+    write(api.last_events(reply))
 
 
 def read_warnings(service: Service, body: GenerationBody) -> list[str]:

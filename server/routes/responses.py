@@ -20,5 +20,5 @@ router = APIRouter(prefix="/v1", route_class=StrictRoute)
 async def responses(body: ResponsesBody, request: Request) -> Response:
     """Answer a conversation, in items."""
     reply = ResponsesReply(body)
-    api = Api(reply.whole, reply.events, error_event, end="")
+    api = Api(reply.whole, reply.events, reply.last_events, error_event, end="")
     return await answer(request, body.as_chat(), begin_chat, api, body.warnings())

@@ -79,10 +79,13 @@ async def embed(
 ) -> list[tuple[float, ...]]:
     """One vector a submit, in order; ApiError when there is none."""
     vectors: dict[str, tuple[float, ...]] = {}
+
+    def take(rows: list[Row]) -> None:
+        vectors.update((row.id, vector_of(row)) for row in rows)
+
     try:
-        async with client.stream(submits, timeout, queue_timeout) as stream:
-            async for rows in stream:
-                vectors |= {row.id: vector_of(row) for row in rows}
+        async with client.stream(submits, take, timeout, queue_timeout) as stream:
+            await stream.wait()
     except StreamCutError as cut:
         raise refusal_of(cut) from None
     except QueueFullError as full:
