@@ -40,6 +40,9 @@ def visit(
 
 
 def test_every_section_runs_in_small_without_the_http_packages(tmp_path: Path) -> None:
+    """And beside another package that is named tests."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
     done, found = visit(tmp_path, f"import sys; sys.modules.update(dict.fromkeys({NOT_THERE}))")
     assert done.returncode == 0, done.stdout + done.stderr
     assert {"attention-fp32", "model", "graphs", "invariance", "decode-8B", "load-256", "server-8B"} <= found.keys()
@@ -49,14 +52,15 @@ def test_every_section_runs_in_small_without_the_http_packages(tmp_path: Path) -
 
 def instead_of(section: str, statement: str) -> str:
     """First statements of a process, in which this section does something else."""
-    return f"import os, time; from tests.gpu.checks import CHECKS; CHECKS[{section!r}] = lambda visit: {statement}"
+    return f"import os, time; from tests.gpu.checks import CHECKS; CHECKS[{section!r}] = lambda visit: {statement}\n"
 
 
-def test_a_section_that_kills_its_process_does_not_take_the_others_along(tmp_path: Path) -> None:
-    deadly = instead_of("sampling", "os._exit(3)")
-    done, found = visit(tmp_path, deadly, "--lanes", "1", "--sections", "sampling,small-kernels")
+def test_a_section_that_kills_its_process_or_raises_does_not_take_the_others_along(tmp_path: Path) -> None:
+    deadly = instead_of("sampling", "os._exit(3)") + instead_of("packages", "1 / 0")
+    done, found = visit(tmp_path, deadly, "--lanes", "1", "--sections", "sampling,packages,small-kernels")
     assert done.returncode == 1
     assert found["sampling"] == {"status": "failed", "reason": "exit code 3: see above"}
+    assert found["packages"] == {"status": "failed", "reason": "ZeroDivisionError: division by zero"}
     assert found["small-kernels"]["status"] == "ok"
 
 
@@ -88,14 +92,6 @@ def test_a_visit_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
         assert process.wait(60) != 0
 
 
-def test_what_a_section_raises_is_told(tmp_path: Path) -> None:
-    raising = instead_of("sampling", "1 / 0")
-    done, found = visit(tmp_path, raising, "--lanes", "1", "--sections", "sampling,small-kernels")
-    assert done.returncode == 1
-    assert found["sampling"] == {"status": "failed", "reason": "ZeroDivisionError: division by zero"}
-    assert found["small-kernels"]["status"] == "ok"
-
-
 def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     done, found = visit(tmp_path, "", "--seconds", "0", "--sections", "sampling,model,limits")
     assert done.returncode == 0
@@ -123,10 +119,3 @@ torch._int_mm = refuse
     assert done.returncode == 1 and found["rounded-layers"]["cases"] == 6
     assert wrong.keys() == {"int8, 1 rows of 96: out", "int8, 17 rows of 96: out", "int8, 40 rows of 96"}
     assert wrong["int8, 40 rows of 96"] == "RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED"
-
-
-def test_another_package_named_tests_is_not_taken_for_ours(tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "__init__.py").touch()
-    done, found = visit(tmp_path, "", "--sections", "limits")
-    assert done.returncode == 0 and found["limits"]["status"] == "ok", done.stderr
