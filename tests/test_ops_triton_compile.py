@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have
 SPILLED = {"int8": 256, "fp8": 256, "fp32": 256, "invariant": 256, "sampling": 8}
-"""Bytes a thread; the draw has one value outside of its loops too many for the 64 registers that fill a chip twice."""
+"""Bytes a thread; for the draw, the assembler chooses 64 registers, so that two rows fit a processor."""
 ATTENTION = ("prefill_kernel", "decode_kernel")
 Report = dict[str, Any]
 
