@@ -1,0 +1,69 @@
+"""The memory that is set aside for the widest step is more than that step takes, on a real engine in a process alone.
+
+Measured by the system: the most that was resident (VmHWM, begun anew before the step), so that torch's tensors, the
+kernels' own buffers and what numpy holds all count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+VOCABULARY, SEQUENCES, SCORED = 50_000, 32, 64
+WIDEST_STEP = """
+import json, re, sys
+from dataclasses import replace
+from pathlib import Path
+from server.engine.facts import EngineConfig
+from server.engine.messages import SamplingParams, Submit
+from server.engine.startup import build_engine
+
+EVERYTHING = SamplingParams(
+    2, temperature=0.8, top_k=40_000, top_p=0.95, min_p=1e-6, seed=1, presence_penalty=0.5, frequency_penalty=0.5,
+    repetition_penalty=1.1, logit_bias=((65, 1.0),), allowed_token_ids=tuple(range(40_000)), bad_words=((66,), (1, 2)),
+    stop_token_ids=(3,), min_tokens=1, logprobs=20,
+)
+seqs, scored = map(int, sys.argv[2:])
+engine = build_engine(EngineConfig(sys.argv[1], device="cpu", dtype="float32", kv_cache_memory=1 << 20, threads=1,
+                                   max_num_seqs=seqs, max_num_batched_tokens=512))
+
+def ask(count, scored):
+    engine.add(Submit("scored", Submit.pack([1] * scored), replace(EVERYTHING, prompt_logprobs=20)))
+    for index in range(1, count):
+        engine.add(Submit(str(index), Submit.pack([index] * ((512 - scored) // (seqs - 1))), EVERYTHING))
+    return engine.step()
+
+def resident(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+ask(2, 2)
+while engine.has_work:
+    engine.step()
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = resident("VmRSS")
+output = ask(seqs, scored)
+tokens = sum(len(row.tokens) for row in output.rows)
+told = sum(len(row.prompt_logprobs or ()) for row in output.rows)
+print(json.dumps([resident("VmHWM") - before, engine.info.workspace_bytes, tokens, told]))
+"""
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_the_widest_step_takes_less_than_is_set_aside(tiny_model: Callable[..., Path], kernels: str) -> None:
+    """Every row penalised, restricted, filtered and reported with 20 alternatives; 64 rows of a prompt are scored."""
+    command = [sys.executable, "-c", WIDEST_STEP, str(tiny_model(vocab_size=VOCABULARY)), str(SEQUENCES), str(SCORED)]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back
+    if kernels == "off":
+        env["ROPEWAY_KERNELS"] = "off"
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    taken, set_aside, tokens, scored = json.loads(done.stdout)
+    assert (tokens, scored) == (SEQUENCES, SCORED), "the step was not the widest"
+    assert 2 * SCORED * VOCABULARY * 4 < taken < set_aside
