@@ -14,8 +14,12 @@ from server.engine.facts import EngineConfig
 from server.engine.page_tables import PageTables
 from server.engine.scheduler import Limits
 
-SAMPLING_ARRAYS = 6
-"""fp32 arrays as large as the logits that sampling holds at its worst: copy, log-softmax, sorted values, ids twice."""
+SAMPLED_ARRAYS, SCORED_ARRAYS = 18, 6
+"""fp32 arrays as large as the logits, held at the worst for a row that is sampled, and for one of a scored prompt.
+
+torch, which ranks a row of wide filters whole (values, ids twice, weights and sums in float64), was seen to hold 16 of
+a sampled row; native kernels hold 4.
+"""
 MIB = 1 << 20
 DEVICE_RESERVE = 256 * MIB
 """Of a device's memory, for what no measurement sees: fragments, libraries that load late."""
@@ -75,9 +79,8 @@ def workspace_bytes(model: ModelConfig, limits: Limits) -> int:
     """Memory of the widest step: fp32 logits of every row that may want them, and the widest layer's activations."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     activations = 3 * model.intermediate_size + 2 * heads + 6 * model.hidden_size
-    return 4 * (
-        widest_logits(limits) * model.vocab_size * SAMPLING_ARRAYS + limits.max_num_batched_tokens * activations
-    )
+    logits = (limits.max_num_seqs * SAMPLED_ARRAYS + limits.prompt_logits * SCORED_ARRAYS) * model.vocab_size
+    return 4 * (logits + limits.max_num_batched_tokens * activations)
 
 
 def widest_logits(limits: Limits) -> int:
