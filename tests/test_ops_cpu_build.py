@@ -154,7 +154,7 @@ def test_the_operations_are_clean_under_sanitizers(tmp_path: Path) -> None:
         "ROPEWAY_KERNELS_FLAGS": "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined",
     }
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"]
-    command += [f"tests/test_ops_cpu{part}.py" for part in ("", "_linear", "_sampling", "_step")]
+    command += [f"tests/test_ops_cpu{part}.py" for part in ("", "_linear", "_quantised_kv", "_sampling", "_step")]
     done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "skipped" not in done.stdout, done.stdout[-2000:]
