@@ -10,6 +10,8 @@
 #include "outputs.h"
 #include "round_group.h"
 
+constexpr int ROWS_AHEAD = 256;  // words: a panel and the rows of all tiles do not fit in the first cache together
+
 template <class Weights>
 constexpr size_t scale_bytes() {
     return (Weights::MINIMA ? 2 : 1) * PANEL * sizeof(bf16);
@@ -36,6 +38,7 @@ static inline void products_of_group(const RoundedRows& x, const uint8_t* w, siz
         for (int p = 0; p < PANELS; p++) sum[r][p][0] = sum[r][p][1] = Weights::start(x.terms[r]);
     for (int i = 0; i < Weights::STEPS; i++) {
         ask<PANELS>(ahead, step + i, panel_bytes);
+        __builtin_prefetch(x.words + i * Weights::PARTS * ROWS + ROWS_AHEAD, 0, 3);
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 2
