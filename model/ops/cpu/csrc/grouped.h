@@ -117,32 +117,20 @@ struct GroupedLinear {
     size_t row_words() const { return groups() * (WORDS + 2); }
     int streams(int rows) const { return streams_for(rows); }
 
-    // A row that is ready: rounded bytes, then the scale and the term of each group.
-    size_t row_bytes() const { return groups() * GROUP; }
-    size_t ready_row() const { return row_bytes() + groups() * (sizeof(float) + sizeof(uint32_t)); }
-
-    void ready(int64_t row, uint8_t* out) const {
-        uint8_t *scales = out + row_bytes(), *terms = scales + groups() * sizeof(float);
-        for (int g = 0; g < groups(); g++) {
-            int64_t first = g * GROUP;
-            Rounding rounding = round_group<GROUP, Weights::TURNED>(
-                x + row * shape.k + first, int(std::min<int64_t>(GROUP, shape.k - first)), out + first);
-            uint32_t term = Weights::term(rounding);
-            memcpy(scales + g * sizeof(float), &rounding.scale, sizeof(float));
-            memcpy(terms + g * sizeof(uint32_t), &term, sizeof term);
-        }
-    }
-
-    void pack(const uint8_t* ready, int64_t row, int rows, uint32_t* out) const {
-        const uint8_t* first = ready + row * ready_row();
-        for (int r = 0; r < rows; r++) {
-            const uint8_t *scales = first + r * ready_row() + row_bytes(), *terms = scales + groups() * sizeof(float);
+    void pack(int64_t row, int rows, uint32_t* out) const {
+        size_t row_bytes = groups() * GROUP;
+        int8_t* bytes = rounded_rows(rows, row_bytes);
+        for (int r = 0; r < rows; r++)
             for (int g = 0; g < groups(); g++) {
-                memcpy(out + g * rows + r, terms + g * sizeof(uint32_t), sizeof(uint32_t));
-                memcpy(out + (groups() + g) * rows + r, scales + g * sizeof(float), sizeof(float));
+                int64_t first = g * GROUP;
+                Rounding rounding = round_group<GROUP, Weights::TURNED>(
+                    x + (row + r) * shape.k + first, int(std::min<int64_t>(GROUP, shape.k - first)),
+                    bytes + r * row_bytes + first);
+                out[g * rows + r] = Weights::term(rounding);
+                memcpy(out + (groups() + g) * rows + r, &rounding.scale, sizeof(float));
             }
-        }
-        interleave<typename Weights::Expand>(first, ready_row(), rows, groups() * GROUP / 4, out + 2 * groups() * rows);
+        interleave<typename Weights::Expand>(reinterpret_cast<const uint8_t*>(bytes), row_bytes, rows,
+                                             groups() * GROUP / 4, out + 2 * groups() * rows);
     }
 
     RoundedRows rounded(const uint32_t* packed, int rows) const {

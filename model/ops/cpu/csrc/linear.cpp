@@ -27,10 +27,7 @@ struct Linear {
     size_t panel_bytes() const { return steps() * STEP_BYTES; }
     size_t row_words() const { return DOTS ? pairs() : 2 * pairs(); }
 
-    size_t ready_row() const { return 0; }  // rows serve as they came
-    void ready(int64_t, uint8_t*) const {}
-
-    void pack(const uint8_t*, int64_t row, int rows, uint32_t* out) const {
+    void pack(int64_t row, int rows, uint32_t* out) const {
         interleave<Expand>(reinterpret_cast<const uint8_t*>(x + row * shape.k), shape.k * sizeof(X), rows,
                            row_words() / Expand::PARTS, out);
     }

@@ -1,8 +1,7 @@
 // Who computes what of a linear layer: threads share its panels, rows come in blocks of tiles.
 //
-// Knows no kind of number. A Layer brings shape, weights, TILE_ROWS, ready_row(), ready(), row_words(), panel_bytes(),
-// steps(), streams(), pack() and tile(). Rows are made ready (rounded, say) by whoever has time, then packed by every thread
-// for itself: packing is cheap enough to beat waiting for another to do it.
+// Knows no kind of number. A Layer brings shape, weights, TILE_ROWS, row_words(), panel_bytes(), steps(), streams(), pack()
+// and tile(); every thread packs all rows for itself, which beats waiting for another to do it.
 #pragma once
 #include <omp.h>
 
@@ -25,13 +24,13 @@ static inline Ahead ahead_of(const uint8_t* panel, size_t panel_bytes, int steps
 
 // Rows [row, row + m) against panels [first, last).
 template <class Layer>
-static void block(const Layer& layer, const uint8_t* ready, int64_t row, int m, int first, int last) {
+static void block(const Layer& layer, int64_t row, int m, int first, int last) {
     static thread_local Workspace space;
     size_t row_words = layer.row_words(), panel_bytes = layer.panel_bytes();
     uint32_t* packed = space.get<uint32_t>(m * row_words + SLACK);
     int tiles = tile_count(m, Layer::TILE_ROWS), at_once = tiles == 1 ? layer.streams(m) : 1;
     auto start = [&](int t) { return tile_start(m, t, Layer::TILE_ROWS); };
-    for (int t = 0; t < tiles; t++) layer.pack(ready, row + start(t), start(t + 1) - start(t), packed + start(t) * row_words);
+    for (int t = 0; t < tiles; t++) layer.pack(row + start(t), start(t + 1) - start(t), packed + start(t) * row_words);
     for (int p = first, panels; p < last; p += panels) {
         panels = last - p < at_once ? 1 : at_once;
         const uint8_t* panel = layer.weights + p * panel_bytes;
@@ -41,39 +40,19 @@ static void block(const Layer& layer, const uint8_t* ready, int64_t row, int m, 
     }
 }
 
-// Inside a parallel region: where the rows are ready, ready_row() bytes each. Few are sooner made by every thread for itself
-// than waited for; of more, each thread makes the share that it had in the operation before, whose output it still holds.
-template <class Layer>
-static const uint8_t* ready_rows(const Layer& layer, uint8_t* shared) {
-    if (layer.ready_row() == 0) return nullptr;
-    static thread_local Workspace space;
-    int64_t m = layer.shape.m;
-    bool alone = m <= Layer::TILE_ROWS;
-    if (alone) shared = space.get<uint8_t>(m * layer.ready_row());
-    if (alone)
-        for (int64_t row = 0; row < m; row++) layer.ready(row, shared + row * layer.ready_row());
-    else
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < m; row++) layer.ready(row, shared + row * layer.ready_row());
-    return shared;
-}
-
 template <class Layer>
 static void run(const Layer& layer) {
-    static thread_local Workspace space;
     Shape s = layer.shape;
     constexpr int64_t HEIGHT = Layer::TILE_ROWS;
     int64_t fitting = BLOCK_BYTES / (layer.row_words() * sizeof(uint32_t)) / HEIGHT * HEIGHT;
     int64_t step = fitting > 2 * HEIGHT ? fitting : 2 * HEIGHT;
-    uint8_t* shared = space.get<uint8_t>(s.m * layer.ready_row());
     Shortage shortage;
 #pragma omp parallel if (s.m * s.n * s.k > 1 << 15)
     shortage.watch([&] {
         int threads = omp_get_num_threads(), me = omp_get_thread_num();
         int first = s.panels() * me / threads, last = s.panels() * (me + 1) / threads;
-        const uint8_t* ready = ready_rows(layer, shared);
         for (int64_t m = 0; m < s.m && first < last; m += step)
-            block(layer, ready, m, int(s.m - m < step ? s.m - m : step), first, last);
+            block(layer, m, int(s.m - m < step ? s.m - m : step), first, last);
     });
     must(shortage.outcome());
 }

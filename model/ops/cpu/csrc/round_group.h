@@ -4,6 +4,7 @@
 // input becomes 64 of an eighth, and the step between whole numbers shrinks with the largest.
 #pragma once
 #include "vec.h"
+#include "workspace.h"
 
 constexpr float NOTHING = 1e-30f;  // a group with no larger value counts as zeros
 
@@ -14,7 +15,12 @@ struct Rounding {
     uint32_t sum;  // of the rounded values
 };
 
-static inline void store_low_bytes(uint8_t* p, vu x) {
+static inline int8_t* rounded_rows(int rows, size_t row_bytes) {
+    static thread_local Workspace space;
+    return space.get<int8_t>(rows * row_bytes);
+}
+
+static inline void store_low_bytes(int8_t* p, vu x) {
 #if defined(__AVX512F__)
     store(p, _mm512_cvtepi32_epi8((__m512i)x));
 #elif defined(__AVX2__)
@@ -61,9 +67,9 @@ static inline int32_t largest_bits(const vf (&x)[VECS]) {
     return best;
 }
 
-// The first k_len <= GROUP values of x, zeros beyond -> GROUP signed bytes from -127 to 127.
+// The first k_len <= GROUP values of x, zeros beyond -> GROUP bytes from -127 to 127.
 template <int GROUP, bool TURNED, class X>
-static Rounding round_group(const X* x, int k_len, uint8_t* out) {
+static Rounding round_group(const X* x, int k_len, int8_t* out) {
     constexpr int VECS = GROUP / LANES;
     static_assert(!TURNED || GROUP == 64);
     constexpr float ROOT = TURNED ? 8 : 1;  // of GROUP: the turn makes so much of a value that it is divided by again
