@@ -38,15 +38,20 @@ def sample_columns(rows: list[tuple[Sequence, int]]) -> SampleBatch:
     """The dense part, on the host."""
     params = [sequence.request.params for sequence, _ in rows]
     return SampleBatch(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        seed=torch.tensor([p.seed for p in params], dtype=torch.int64),
-        choice=torch.tensor([sequence.choice for sequence, _ in rows], dtype=torch.int64),
-        index=torch.tensor([index for _, index in rows], dtype=torch.int64),
+        temperature=_column([p.temperature for p in params], np.float32),
+        top_k=_column([p.top_k for p in params], np.int32),
+        top_p=_column([p.top_p for p in params], np.float32),
+        min_p=_column([p.min_p for p in params], np.float32),
+        seed=_column([p.seed for p in params], np.int64),
+        choice=_column([sequence.choice for sequence, _ in rows], np.int64),
+        index=_column([index for _, index in rows], np.int64),
         num_logprobs=most_logprobs(rows),
     )
+
+
+def _column(values: list[Any], dtype: type[np.number[Any]]) -> Tensor:
+    """numpy reads a list several times as fast as torch."""
+    return torch.from_numpy(np.array(values, dtype))
 
 
 def adjusted(columns: SampleBatch, rows: list[tuple[Sequence, int]], vocab_size: int, stream: Stream) -> SampleBatch:
