@@ -1,6 +1,6 @@
 """Who sends a request, told by the API key: a tenant, who sees its own requests, or an administrator, who sees all.
 
-Knows keys and names only. A key never leaves this module: a tenant's name is a short digest of it.
+Knows keys, salts and names only. Neither of the first leaves this module: a tenant's name is a short digest of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from hashlib import blake2b
 class Caller:
     tenant: str = ""
     sees_all: bool = True
+
+    def tenant_of(self, cache_salt: str | None) -> str:
+        """Whose a request is: its key's, else its salt's, which is not told either."""
+        return self.tenant or (f"salt-{short_digest(cache_salt)}" if cache_salt else "")
 
     def sees(self, tenant: str) -> bool:
         return self.sees_all or tenant == self.tenant
@@ -37,4 +41,8 @@ class Keys:
 
 
 def tenant_name(key: str) -> str:
-    return f"key-{blake2b(key.encode(), digest_size=4).hexdigest()}"
+    return f"key-{short_digest(key)}"
+
+
+def short_digest(secret: str) -> str:
+    return blake2b(secret.encode(), digest_size=4).hexdigest()

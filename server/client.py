@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -28,6 +26,7 @@ from server.engine.messages import (
     Submit,
 )
 from server.engine_process import EngineMain, EngineProcess, Spawned, run_engine
+from server.places import Places
 from server.stream import Stream, Take
 
 MAX_UNREAD_ROWS = 4096
@@ -38,37 +37,12 @@ class EngineDeadError(Exception):
     """The engine process has ended; the text says why."""
 
 
-class QueueFullError(Exception):
-    """No room for this request now. retry_after: seconds until there should be, from the measured rate."""
-
-    def __init__(self, limit: int, retry_after: int) -> None:
-        super().__init__(f"the queue is full ({limit} sequences run or wait); try again in {retry_after} s")
-        self.retry_after = retry_after
-
-
 class StreamCutError(Exception):
     """The stream was ended from this side, for `reason`."""
 
     def __init__(self, reason: AbortReason) -> None:
         super().__init__(reason)
         self.reason = reason
-
-
-class Throughput:
-    """Requests finished a second, over the last 64."""
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=64)
-
-    def finished(self) -> None:
-        self._times.append(time.monotonic())
-
-    def seconds_until(self, count: int) -> int:
-        """Whole seconds, 1 to 60, in which `count` more requests should have finished."""
-        if len(self._times) < 2:
-            return 1
-        span = max(time.monotonic() - self._times[0], 1e-3)
-        return min(60, max(1, math.ceil(count * span / len(self._times))))
 
 
 class EngineClient:
@@ -90,8 +64,8 @@ class EngineClient:
         self._streams: dict[str, Stream] = {}
         self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._query_ids = itertools.count()
-        self._throughput = Throughput()
-        self._left_unheard = 0  # sequences of readers who left before the engine took in that they had come
+        self._places = Places()
+        self._unheard: list[tuple[str, int, bool]] = []  # who left before the engine took in that they had come
         self._closing = False
 
     async def start(self) -> EngineInfo:
@@ -138,11 +112,8 @@ class EngineClient:
         if self.failure is not None:
             raise EngineDeadError(self.failure)
         stream = Stream(submits, take)
-        if not self._process.has_unread:
-            self._left_unheard = 0
-        over = self.open_sequences + self._left_unheard + stream.sequences - self.limit
-        if over > 0:
-            raise QueueFullError(self.limit, self._throughput.seconds_until(over))
+        self._forget_unheard()
+        self._places.enter(stream.tenant, stream.sequences, self.limit)
         if not self._streams:
             self.last_heard = time.monotonic()
         for submit in submits:
@@ -162,10 +133,18 @@ class EngineClient:
         open_ids = tuple({id for id, _ in stream.open if id in self._streams})
         if open_ids and self.failure is None:
             self._process.send(Abort(open_ids, reason))
-            self._left_unheard += stream.sequences
         known = [self._streams.pop(id, None) for id in stream.ids]
         if any(known):
-            self._throughput.finished()
+            is_done = stream.started and (reason != "client" or not stream.open)
+            self._unheard.append((stream.tenant, stream.sequences, is_done))
+            self._forget_unheard()
+
+    def _forget_unheard(self) -> None:
+        """While the engine does not read, what was sent for those who left fills memory as before: so do their places."""
+        if not self._process.has_unread:
+            for left in self._unheard:
+                self._places.leave(*left)
+            self._unheard.clear()
 
     def finish(self, stream: Stream, wait: bool = False) -> None:
         """End what still runs because its text is complete (a stop string was found). wait: last rows still come."""

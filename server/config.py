@@ -78,7 +78,9 @@ class ServeConfig:
     max_num_batched_tokens: int | None = option(
         None, "tokens of one forward; if left out 512 on a CPU, 4096 on a GPU", int, at_least=1
     )
-    max_queue: int = option(256, "sequences that may wait; more are answered 429", int, at_least=0)
+    max_queue: int = option(
+        256, "sequences that may wait; more are answered 429, except to tenants below their share", int, at_least=0
+    )
     threads: int | None = option(None, "compute threads; every core given to the process if left out", int, at_least=1)
     batch_invariant: bool = option(
         False, "same tokens whatever shares the batch, on CUDA too (CPU always does)", parse_flag

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from server.choice import Choice, Delta, PromptText, TextOptions
-from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
+from server.client import EngineClient, EngineDeadError, StreamCutError
 from server.engine.messages import GrammarSpec, RequestTimes, RequestUsage, Row, SamplingParams, Submit
 from server.errors import ApiError
 from server.metrics import Metrics
+from server.places import QueueFullError
 from server.stream import Busy, SlowReaderError, Stream
 from server.token_bytes import TokenBytes
 

@@ -32,6 +32,7 @@ class Stream:
 
     def __init__(self, submits: Sequence[Submit], take: Take) -> None:
         self.ids = tuple(submit.id for submit in submits)
+        self.tenant = submits[0].tenant
         self.sequences = sum(max(submit.params.n, submit.params.best_of or 0) for submit in submits)
         self.open = {(submit.id, choice) for submit in submits for choice in range(submit.params.n)}
         self.started = False

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from server.client import EngineClient, EngineDeadError, QueueFullError, StreamCutError
+from server.client import EngineClient, EngineDeadError, StreamCutError
 from server.engine.facts import EngineConfig
 from server.engine.messages import Row, SamplingParams, StepOutput, Submit
+from server.places import QueueFullError
 from server.stream import Stream, drop
 from tests import scripted_engine
 from tests.scripted_engine import CRASH, KILL, SILENT
@@ -161,12 +162,13 @@ def test_a_cut_stream_is_not_left_to_the_garbage_collector() -> None:
     with_client(test)
 
 
-def test_queue_timeout_is_over_once_a_row_has_come() -> None:
+def test_queue_timeout_is_over_once_its_turn_has_come() -> None:
+    """Long before the first row, where the prompt is long."""
+
     async def test(client: EngineClient) -> None:
         inbox = Inbox()
+        await client.query("hold")
         async with client.stream([submit("a", [1], max_tokens=10**9)], inbox.take, queue_timeout=0.2):
-            await inbox.next()
-            await client.query("hold")
             await asyncio.sleep(0.3)
             await client.query("go")
             assert await inbox.next()
@@ -204,7 +206,9 @@ def test_a_taker_that_fails_ends_its_own_stream_alone(where: str) -> None:
 def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     async def test(client: EngineClient) -> None:
         async with client.stream([submit("a", [1], seed=SILENT), submit("b", [1], seed=SILENT)], drop):
-            with pytest.raises(QueueFullError, match="3 sequences") as full:
+            with pytest.raises(
+                QueueFullError, match="2 sequences run or wait, of at most 3, 2 of them yours; 2 more"
+            ) as full:
                 await read(client, submit("c", [1], n=2))
             assert 1 <= full.value.retry_after <= 60
             assert len(await read(client, submit("d", [1]))) == 5

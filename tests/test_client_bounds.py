@@ -8,8 +8,9 @@ import signal
 
 import pytest
 
-from server.client import EngineClient, QueueFullError, StreamCutError
+from server.client import EngineClient, StreamCutError
 from server.engine.messages import Row
+from server.places import QueueFullError
 from server.stream import drop
 from tests.test_client import aborted, read, submit, with_client
 

@@ -95,7 +95,7 @@ async def answer(
         reply = await begin(service, body, request.state.request_id)
         request.state.reply = reply
         reply.generation.warnings += warnings
-        reply.generation.set_tenant(request.state.caller.tenant)
+        reply.generation.set_tenant(request.state.caller.tenant_of(body.cache_salt))
         reply.generation.kv_usage = bool(body.kv_usage)
         run = partial(reply.generation.run, client, timeout=body.timeout, queue_timeout=body.queue_timeout)
         if body.stream:
