@@ -16,6 +16,7 @@ from server.engine.facts import EngineConfig, EngineInfo, EngineStats
 from server.engine.messages import (
     Abort,
     AbortReason,
+    Admitted,
     Answer,
     Crashed,
     FromEngine,
@@ -95,7 +96,7 @@ class EngineClient:
     ) -> AsyncIterator[Stream]:
         """Submit together; `take` gets the rows of each step. Leaving the block early aborts what still runs.
 
-        timeout: seconds for everything; queue_timeout: seconds until the first row. Either ends the stream with
+        timeout: seconds for everything; queue_timeout: seconds until its turn comes. Either ends the stream with
         StreamCutError. Raises QueueFullError or EngineDeadError before anything is sent.
         """
         stream = self._admit(submits, take)
@@ -195,6 +196,10 @@ class EngineClient:
         match message:
             case StepOutput():
                 self._deliver(message)
+            case Admitted(ids):
+                for id in ids:
+                    if (stream := self._streams.get(id)) is not None:
+                        stream.started = True
             case Ready(info):
                 self.info, self.stats = info, info.stats_at_start()
                 if not self._ready.done():

@@ -17,6 +17,7 @@ from pathlib import Path
 from server.engine.facts import EngineConfig, EngineInfo, EngineStats
 from server.engine.messages import (
     Abort,
+    Admitted,
     Answer,
     Crashed,
     Progress,
@@ -32,7 +33,7 @@ from server.engine.messages import (
 )
 
 KILL, CRASH, SILENT, ERROR = 1001, 1002, 1003, 1004
-"""Faults by seed, from the third token on: exit 9; Crashed; never a row; an error row."""
+"""Faults by seed, from the third token on: exit 9; Crashed; never its turn, nor a row; an error row."""
 SILENT_IS_IN = "scripted engine: a silent request is in"
 """Printed, since nothing else tells that such a request has crossed the pipe."""
 VOCAB_SIZE, PAGE_SIZE, NUM_PAGES = 259, 4, 65
@@ -133,6 +134,8 @@ class ScriptedEngine:
             self.running += [Running(message, choice) for choice in range(message.params.n)]
             if message.params.seed == SILENT:
                 print(SILENT_IS_IN, flush=True)
+            else:
+                self.connection.send(Admitted((message.id,)))
         elif isinstance(message, Abort):
             self.aborted += [(id, message.reason) for id in message.ids]
             self.aborted += [(f"{id}/{choice}", message.reason) for id, choice in message.choices]

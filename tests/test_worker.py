@@ -20,6 +20,7 @@ import pytest
 from server.engine.facts import EngineConfig
 from server.engine.messages import (
     Abort,
+    Admitted,
     Answer,
     Crashed,
     Progress,
@@ -63,8 +64,8 @@ class Worker:
         rows: list[Row] = []
         while not set(ids) <= {row.id for row in rows if row.finish}:
             message = self.receive()
-            assert isinstance(message, StepOutput), message
-            rows += message.rows
+            assert isinstance(message, StepOutput | Admitted), message
+            rows += message.rows if isinstance(message, StepOutput) else ()
         return rows
 
     def submit(self, request_id: str, prompt: bytes, max_tokens: int = 6) -> None:
@@ -112,7 +113,7 @@ def test_serves_aborts_answers_and_shuts_down(start: Callable[..., Worker]) -> N
     assert sum(len(row.tokens) for row in rows) == 6 and rows[-1].finish == "length"
 
     worker.submit("long", b"endless", max_tokens=400)
-    worker.receive()
+    assert worker.receive() == Admitted(("long",))
     worker.conn.send(Abort(("long", "never-was")))
     assert worker.rows_until_finished("long")[-1].finish == "abort"
 
@@ -127,6 +128,22 @@ def test_serves_aborts_answers_and_shuts_down(start: Callable[..., Worker]) -> N
 
     worker.conn.send(Shutdown())
     assert worker.exit_code() == 0
+
+
+def test_a_request_is_told_that_its_turn_has_come_before_its_prompt_is_computed(start: Callable[..., Worker]) -> None:
+    """Else its time in the queue would go on through a long prefill."""
+    worker = start(max_num_seqs=1, max_num_batched_tokens=16)
+    worker.ready()
+    worker.submit("first", bytes(range(60)), max_tokens=2)
+    worker.submit("second", bytes(range(60, 90)), max_tokens=1)
+    news: list[str] = []
+    while "second's token" not in news:
+        message = worker.receive()
+        if isinstance(message, Admitted):
+            news += message.ids
+        elif isinstance(message, StepOutput):
+            news += [f"{row.id}'s token" for row in message.rows] or ["step"]
+    assert news == ["first", *["step"] * 3, "first's token", "first's token", "second", "step", "second's token"]
 
 
 def test_shutdown_lets_running_requests_finish_and_refuses_new_ones(start: Callable[..., Worker]) -> None:

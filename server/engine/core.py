@@ -53,6 +53,7 @@ class Engine:
         self.tables = scheduler.tables
         self.info = info
         self.grammars = grammars
+        self.on_admission: Callable[[tuple[str, ...]], None] = lambda ids: None
         self._runner = runner
         self._clock = clock
         self._requests: dict[str, Request] = {}
@@ -135,8 +136,8 @@ class Engine:
         started = self._clock()
         self.tables.advance(started)
         plan = self.scheduler.plan()
-        for sequence in plan.admitted:
-            self._note_admission(sequence.request, started)
+        if plan.admitted:
+            self._note_admissions([sequence.request for sequence in plan.admitted], started)
         due = self._launch(plan)
         if due is not None:
             self._collect(*due)
@@ -144,11 +145,13 @@ class Engine:
         assert rows or due or plan.rows or not self._requests, "nothing runs, yet requests wait"
         return StepOutput(rows, self._stats(plan, started), self.tables.take_changes())
 
-    def _note_admission(self, request: Request, now: int) -> None:
+    def _note_admissions(self, requests: list[Request], now: int) -> None:
         """Forked choices begin with the request's first one."""
-        for sequence in request.sequences:
-            if sequence.admitted_ns is None and sequence.pages:
-                sequence.admitted_ns = now
+        self.on_admission(tuple(request.id for request in requests))
+        for request in requests:
+            for sequence in request.sequences:
+                if sequence.admitted_ns is None and sequence.pages:
+                    sequence.admitted_ns = now
 
     def _launch(self, plan: StepPlan) -> tuple[StepPlan, Pending] | None:
         """Start the plan; returns the step that is to be collected now."""

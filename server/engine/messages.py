@@ -184,6 +184,13 @@ class Ready:
     info: EngineInfo
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The waiting of these requests is over: told before the step that computes them, which may take long."""
+
+    ids: tuple[str, ...]
+
+
 KvEvent = Literal["new", "found", "left", "kept"]
 """What happened to a page: taken to be written; taken with its content; given back; given back by its last holder, and
 kept with its content for prompts that begin alike."""
@@ -216,4 +223,4 @@ class Crashed:
     detail: str = ""
 
 
-FromEngine = Progress | Ready | StepOutput | Answer | Crashed
+FromEngine = Progress | Ready | Admitted | StepOutput | Answer | Crashed

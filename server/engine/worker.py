@@ -22,6 +22,7 @@ from server.engine.cores import usable_cores
 from server.engine.facts import EngineConfig
 from server.engine.messages import (
     Abort,
+    Admitted,
     Crashed,
     FromEngine,
     Query,
@@ -90,6 +91,7 @@ class Worker:
     def __init__(self, conn: Connection, engine: Engine) -> None:
         self._conn = conn
         self._engine = engine
+        engine.on_admission = lambda ids: _send(conn, Admitted(ids))
         self._compiling = Compiling(engine.grammars) if engine.grammars is not None else None
         self._ends_at: float | None = None  # set once Shutdown came
         self._readable = DefaultSelector()

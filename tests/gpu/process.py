@@ -14,7 +14,7 @@ from typing import Self
 
 import torch
 
-from server.engine.messages import SamplingParams, Shutdown, StepOutput, Submit
+from server.engine.messages import Admitted, SamplingParams, Shutdown, StepOutput, Submit
 from server.engine.wire import from_bytes
 from server.engine.worker import PipeClosedError, Worker
 from tests.gpu.steps import decode_seconds, rig_of
@@ -55,6 +55,8 @@ class EngineProcess:
         started, counted = 0.0, 0
         while left:
             output = from_bytes(self._pipe.recv_bytes())
+            if isinstance(output, Admitted):
+                continue
             assert isinstance(output, StepOutput), output
             if not waiting and counted < rows * steps:
                 counted += sum(len(row.tokens) for row in output.rows)
