@@ -13,6 +13,7 @@ import pytest
 from server import kv_live
 from server.caller import Caller
 from server.disconnect import EventStream, relayed
+from server.engine.facts import EngineStats
 from server.engine.messages import StepOutput
 from server.engine.views import kv_requests
 from server.kv_live import MAX_UNREAD, KvLive
@@ -29,7 +30,7 @@ class Running:
     """What KvLive asks of the engine's client, answered by a real engine in this process."""
 
     rig: Rig
-    output: StepOutput = field(default_factory=lambda: StepOutput(()))
+    output: StepOutput = field(default_factory=lambda: StepOutput((), EngineStats()))
     serial: int = 0
 
     @property

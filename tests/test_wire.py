@@ -31,7 +31,13 @@ STEP = StepOutput(
     EngineStats(running=2, step_seconds=0.25),
     ((0, 5, "new", "a-0", "tenant"),),
 )
-MESSAGES: list[FromEngine] = [Progress("load"), Admitted(("a-0",)), STEP, StepOutput(()), Answer(3, {"pages": [1, 2]})]
+MESSAGES: list[FromEngine] = [
+    Progress("load"),
+    Admitted(("a-0",)),
+    STEP,
+    StepOutput((), EngineStats()),
+    Answer(3, {"pages": [1, 2]}),
+]
 
 
 def test_messages_cross_unchanged() -> None:

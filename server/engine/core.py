@@ -78,11 +78,15 @@ class Engine:
         request = Request.from_submit(submit, self._clock())
         error = self._bad_token(request) or self.scheduler.refusal(request) or self._constrain(request, submit.grammar)
         if error is not None:
-            self._rows.refuse(submit.id, error)
+            self.refuse(submit.id, error)
             request.let_go()
             return
         self._requests[submit.id] = request
         self.scheduler.add(request)
+
+    def refuse(self, request_id: str, error: str) -> None:
+        """End a request that was never added, in the next step's rows."""
+        self._rows.refuse(request_id, error)
 
     def _constrain(self, request: Request, grammar: GrammarSpec | None) -> str | None:
         """Give the request its grammar (the worker has had it compiled); returns what is wrong with it."""

@@ -202,7 +202,7 @@ class StepOutput(NamedTuple):
     """One message a step: everything that happened in it, page changes in order."""
 
     rows: tuple[Row, ...]
-    stats: EngineStats = EngineStats()
+    stats: EngineStats
     kv_delta: tuple[KvChange, ...] = ()
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from model.kv_cost import KVLayout
 from server.engine.messages import KvChange, KvEvent
 from server.engine.pages import PagePool
+from server.engine.plan import Copies
 from server.engine.request import Sequence
 
 UNBOUNDED = 1 << 40
-Copies = list[list[tuple[int, int]]]
 
 
 class PageTables:
@@ -161,7 +161,10 @@ class PageTables:
         parent.writable = child.writable = 0
 
     def reserve(self, sequence: Sequence, end: int, copies: Copies) -> bool:
-        """Own a writable page for every token from num_computed to end - 1, or change nothing and return False."""
+        """Own a writable page for every token from num_computed to end - 1, or take none and return False.
+
+        Pages that no later token sees go back in either case: they may be the room that is missing.
+        """
         if end <= sequence.writable:
             return True
         growth = max(0, self.layout.pages_for(end) - len(sequence.pages[0]))

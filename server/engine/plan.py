@@ -27,11 +27,15 @@ class PlanRow:
     scores_prompt: bool = False
 
 
+Copies = list[list[tuple[int, int]]]
+"""Per group: (from, to) pages."""
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """Rows in order of importance. copies[g]: (from, to) pages to copy before anything is written."""
+    """Rows in order of importance. copies: pages to copy before anything is written, each for one of the rows."""
 
-    copies: list[list[tuple[int, int]]]
+    copies: Copies
     rows: list[PlanRow] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0

@@ -7,6 +7,7 @@ host is to read is downloaded, and read in collect().
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ from server.engine.decode_graphs import DecodeGraphs
 from server.engine.decode_inputs import DecodeRows
 from server.engine.last_tokens import ON_HOST, LastTokens
 from server.engine.launched_step import LaunchedStep, Part
-from server.engine.plan import PlanRow, StepPlan
+from server.engine.plan import Copies, PlanRow, StepPlan
 from server.engine.request import Sequence
 from server.engine.sampler import (
     ScoredPrompt,
@@ -71,32 +72,49 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        for group, copies in enumerate(plan.copies):
-            if copies:
-                self._copy_pages(group, copies)
-        parts = self._run(plan.rows)
+        lack = self._copy_pages(plan.copies)
+        parts = self._run(plan.rows) if lack is None else self._run_uncopied(plan, lack)
         if self._last is not None:
             pieces = [(part.samples, part.sampled.ids) for part in parts if part.sampled is not None]
             self._last.keep([([sequence for sequence, _ in samples], ids) for samples, ids in pieces])
         return LaunchedStep(parts, self._stream.mark())
 
-    def _copy_pages(self, group: int, copies: list[tuple[int, int]]) -> None:
-        columns = [torch.tensor(column, dtype=torch.int64) for column in zip(*copies, strict=True)]
-        source, target = self._stream.upload(columns)
-        for layer in self._kv.layout.groups[group].layers:
-            self._ops.copy_pages(self._kv.layer(layer), source, target)
+    def _copy_pages(self, copies: Copies) -> str | None:
+        """Pages that a row shared and is about to write. Returns what the allocator said if memory does not suffice."""
+        try:
+            for group, pairs in enumerate(copies):
+                if pairs:
+                    columns = [torch.tensor(column, dtype=torch.int64) for column in zip(*pairs, strict=True)]
+                    source, target = self._stream.upload(columns)
+                    for layer in self._kv.layout.groups[group].layers:
+                        self._ops.copy_pages(self._kv.layer(layer), source, target)
+        except (MemoryError, RuntimeError) as error:
+            return lack_of_memory(error)
+        return None
+
+    def _run_uncopied(self, plan: StepPlan, lack: str) -> list[Part]:
+        """Rows that were to write a copy cannot run, the others can."""
+        targets = [{target for _, target in pairs} for pairs in plan.copies]
+
+        def lacks_copy(row: PlanRow) -> bool:
+            return any(not own.isdisjoint(pages) for own, pages in zip(targets, row.sequence.pages, strict=True))
+
+        error = f"out of memory while copying a shared page of this request ({lack})"
+        parts: list[Part] = []
+        for is_lacking, group in groupby(plan.rows, lacks_copy):
+            rows = list(group)
+            parts += [Part(rows, error=error)] if is_lacking else self._run(rows)
+        return parts
 
     def _run(self, rows: list[PlanRow]) -> list[Part]:
         """One forward, or two of half the rows where memory does not suffice. Writing KV twice is harmless."""
         try:
             return [self._forward(rows)]
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = str(error).splitlines()[0] if str(error) else "MemoryError"
+            lack = lack_of_memory(error)
         if len(rows) == 1:
             count = rows[0].end - rows[0].start
-            return [Part(rows, error=f"out of memory while computing {count} tokens of this request ({reason})")]
+            return [Part(rows, error=f"out of memory while computing {count} tokens of this request ({lack})")]
         half = len(rows) // 2
         return self._run(rows[:half]) + self._run(rows[half:])
 
@@ -199,6 +217,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     """torch raises a plain RuntimeError where the CPU allocator fails, an AcceleratorError where a driver call does."""
     named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return named or "can't allocate memory" in str(error) or "CUDA error: out of memory" in str(error)
+
+
+def lack_of_memory(error: BaseException) -> str:
+    """What the allocator said; any other error goes its way."""
+    if not is_out_of_memory(error):
+        raise error
+    return str(error).splitlines()[0] if str(error) else "MemoryError"
 
 
 def scored_tokens(row: PlanRow) -> list[int]:

@@ -27,14 +27,14 @@ from server.engine.messages import (
     FromEngine,
     Query,
     Ready,
-    Row,
     Shutdown,
-    StepOutput,
     Submit,
 )
 from server.engine.runner import is_out_of_memory
 from server.engine.startup import build_engine
 from server.engine.wire import from_bytes, to_bytes
+
+ENDS = "the engine is shutting down"
 
 
 class PipeClosedError(Exception):
@@ -135,7 +135,7 @@ class Worker:
     def _handle(self, message: object) -> None:
         match message:
             case Submit() if self._ends_at is not None:
-                self._refuse(message)
+                self._engine.refuse(message.id, ENDS)
             case Submit() if message.grammar is not None and self._compiling is not None:
                 self._compiling.start(message)
             case Submit():
@@ -151,14 +151,10 @@ class Worker:
             case _:
                 raise TypeError(f"unknown message on the pipe: {message!r}")
 
-    def _refuse(self, submit: Submit) -> None:
-        refusal = Row(submit.id, 0, finish="error", error="the engine is shutting down")
-        _send(self._conn, StepOutput((refusal,)))
-
     def _drop_rest(self) -> None:
         """The deadline has passed: end what still runs, and say so."""
         for submit in self._compiling.drop_all() if self._compiling else ():
-            self._refuse(submit)
+            self._engine.refuse(submit.id, ENDS)
         self._engine.abort(Abort(self._engine.request_ids(), "drain"))
         while self._engine.has_work:
             _send(self._conn, self._engine.step())
