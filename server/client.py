@@ -141,7 +141,7 @@ class EngineClient:
             self._forget_unheard()
 
     def _forget_unheard(self) -> None:
-        """While the engine does not read, what was sent for those who left fills memory as before: so do their places."""
+        """While the engine does not read, what those who left had sent fills memory as before, and so their places."""
         if not self._process.has_unread:
             for left in self._unheard:
                 self._places.leave(*left)
