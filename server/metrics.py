@@ -202,9 +202,13 @@ class Metrics:
         self.queue = self._histogram("vllm:request_queue_time_seconds", "Time spent waiting", LATENCY_BUCKETS)
         self.prefill = self._histogram("vllm:request_prefill_time_seconds", "Time spent in prefill", LATENCY_BUCKETS)
         self.decode = self._histogram("vllm:request_decode_time_seconds", "Time spent in decode", LATENCY_BUCKETS)
-        self.prompt = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", COUNT_BUCKETS)
+        self.prompt = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request; each choice is one, as in vLLM", COUNT_BUCKETS
+        )
         self.generated = self._histogram(
-            "vllm:request_generation_tokens", "Generated tokens of a request", COUNT_BUCKETS
+            "vllm:request_generation_tokens",
+            "Generated tokens of a request; each choice is one, as in vLLM",
+            COUNT_BUCKETS,
         )
         self.inference = self._histogram("vllm:request_inference_time_seconds", "Prefill and decode", LATENCY_BUCKETS)
         self.iteration = self._histogram("vllm:iteration_tokens_total", "Tokens of one forward", ITERATION_BUCKETS)
@@ -213,7 +217,7 @@ class Metrics:
         )
         self.success = Counter(
             "vllm:request_success",
-            "Requests by the way they ended",
+            "Requests by the way they ended; each choice is one, as in vLLM",
             [*LABELS, "finished_reason"],
             registry=self.registry,
         )
@@ -255,7 +259,11 @@ class Metrics:
 
 
 class RequestClock:
-    """Times one choice: token() at each delta, finished() at its end."""
+    """Times one choice: token() at each delta, finished() at its end.
+
+    vLLM makes n > 1 into n requests, each with its prompt and its end in the request metrics. Dashboards are made for
+    that, so a choice is a request here too.
+    """
 
     def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
         self._metrics, self._prompt_tokens = metrics, prompt_tokens

@@ -194,6 +194,28 @@ def test_a_request_is_timed_and_counted_once() -> None:
     assert value(read, "vllm:request_success_total", finished_reason="abort") == 1
 
 
+def test_each_choice_is_a_request_as_in_vllm(live_server: LiveServer) -> None:
+    """Dashboards that divide one family by another rely on it."""
+    names = (
+        "vllm:request_success_total",
+        "vllm:request_prompt_tokens_count",
+        "vllm:request_generation_tokens_count",
+        "vllm:e2e_request_latency_seconds_count",
+        "vllm:request_prompt_tokens_sum",
+        "vllm:request_generation_tokens_sum",
+    )
+
+    def scrape() -> dict[str, float]:
+        read = samples(httpx.get(f"{live_server.url}/metrics").text)
+        return {name: sum(value for (found, _), value in read.items() if found == name) for name in names}
+
+    before = scrape()
+    body = {"prompt": ["four", "three"], "max_tokens": 2, "ignore_eos": True, "n": 3}
+    assert httpx.post(f"{live_server.url}/v1/completions", json=body, timeout=60).status_code == 200
+    made = [after - before[name] for name, after in scrape().items()]
+    assert made == [6, 6, 6, 6, 3 * (4 + 5), 6 * 2]
+
+
 def test_a_real_server_keeps_books_that_add_up(live_server: LiveServer, tiny_model: Callable[..., Path]) -> None:
     def scrape() -> dict[str, float]:
         text = httpx.get(f"{live_server.url}/metrics").text
