@@ -6,7 +6,7 @@ Knows status codes and words, no routes and no engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -53,9 +53,9 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def from_validation(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body, with the field's path and the value sent."""
-    first = error.errors()[0]
+def from_validation(errors: Sequence[Any]) -> ApiError:
+    """The first thing that pydantic finds wrong with a body, with the field's path and the value sent."""
+    first = errors[0]
     path = ".".join(str(part) for part in first["loc"] if part != "body")
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
@@ -82,7 +82,7 @@ def install(app: FastAPI) -> None:
         return error.response()
 
     async def validation(request: Request, error: RequestValidationError) -> Response:
-        return from_validation(error).response()
+        return from_validation(error.errors()).response()
 
     async def http(request: Request, error: HTTPException) -> Response:
         return from_http(error, request).response()

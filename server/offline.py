@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from tqdm import tqdm
 
+from server.begin import begin_chat, begin_completion, read_warnings
 from server.config import ServeConfig
 from server.engine.facts import EngineConfig, EngineInfo
 from server.engine.grammar import Grammars
@@ -30,7 +30,6 @@ from server.grammar_check import GrammarCheck, Verdict, try_out
 from server.offline_output import Output, Run
 from server.prepare import canonical_folder, check_exists, is_servable, prepare
 from server.replies import Reply
-from server.routes.openai import begin_chat, begin_completion, read_warnings
 from server.schemas import ChatBody, CompletionBody, GenerationBody
 from server.service import Service
 
@@ -193,7 +192,7 @@ async def begin_one(service: Service, kind: Kind, body: Params, number: int) -> 
         read_warnings(service, checked)
         return await kind.begin(service, checked, f"offline-{number}")
     except ValidationError as error:
-        reason = from_validation(RequestValidationError(error.errors())).message
+        reason = from_validation(error.errors()).message
     except (ApiError, ValueError) as error:
         reason = error.message if isinstance(error, ApiError) else str(error)
     raise ValueError(f"{kind.noun} {number}: {reason}")

@@ -16,6 +16,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "model": ("server", "convert"),
     "convert": ("server",),
     "server/engine": ("fastapi", "starlette", "uvicorn", "tokenizers", "server.app", "server.client", "server.routes"),
+    "server/offline.py": ("fastapi", "starlette", "uvicorn", "server.app", "server.client", "server.routes"),
     "server/loadtest": ("torch", "tokenizers", "model", "convert", "fastapi", "server.engine", "server.client"),
 }
 HOLDS_TENSORS = ("torch", "model.decoder", "model.kv_cache", "model.ops", "server.engine.core")
@@ -32,8 +33,10 @@ def imports_of(path: Path) -> list[str]:
     return names
 
 
-def sources(folder: str) -> list[Path]:
-    return sorted((REPOSITORY / folder).rglob("*.py"))
+def sources(name: str) -> list[Path]:
+    """Of a folder, or one file."""
+    path = REPOSITORY / name
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 
 def crossings(paths: list[Path], forbidden: tuple[str, ...]) -> list[str]:
@@ -53,6 +56,11 @@ def test_arrows(folder: str) -> None:
 def test_the_http_side_holds_no_tensors() -> None:
     outside = [path for path in sources("server") if "engine" not in path.parts and path.name != "offline.py"]
     assert crossings(outside, HOLDS_TENSORS) == []
+
+
+def test_routes_are_the_apps_alone() -> None:
+    inside = [path for path in sources("server") if "routes" not in path.parts and path.name != "app.py"]
+    assert crossings(inside, ("server.routes",)) == []
 
 
 def test_init_files_are_empty() -> None:

@@ -12,10 +12,11 @@ from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import JSONResponse, Response
 
+from server.begin import begin_chat, chat_tokens
 from server.errors import ApiError, from_validation
 from server.messages_body import CountBody, MessagesBody
 from server.messages_reply import MessagesReply, error_body, error_event
-from server.routes.openai import Api, answer, begin_chat, chat_tokens
+from server.routes.openai import Api, answer
 from server.service import Service
 from server.strict_json import StrictRoute
 
@@ -30,7 +31,7 @@ class MessagesRoute(StrictRoute):
             try:
                 return await handle(request)
             except RequestValidationError as invalid:
-                error = from_validation(invalid)
+                error = from_validation(invalid.errors())
             except ApiError as refused:
                 error = refused
             return JSONResponse(error_body(error), error.status, error.headers)

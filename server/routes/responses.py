@@ -8,9 +8,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.begin import begin_chat
 from server.responses_body import ResponsesBody
 from server.responses_reply import ResponsesReply, error_event
-from server.routes.openai import Api, answer, begin_chat
+from server.routes.openai import Api, answer
 from server.strict_json import StrictRoute
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute)

@@ -13,13 +13,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.begin import chat_tokens, prompt_tokens, warn_unknown
 from server.client import EngineClient, EngineDeadError, StreamCutError
 from server.disconnect import dumps, unless_disconnected
 from server.engine.messages import Row, SamplingParams, Submit
 from server.errors import ApiError
 from server.generation import engine_is_dead, queue_is_full, refusal_of
 from server.places import QueueFullError
-from server.routes.openai import chat_tokens, prompt_tokens, warn_unknown
 from server.schemas import ChatBody
 from server.service import Service
 from server.strict_json import StrictRoute
