@@ -91,15 +91,28 @@ class FakeDevice:
             index = sequence.num_output + sequence.num_in_flight - 1
             token = fold(state, fold(sequence.choice, index + sequence.request.params.seed)) % VOCAB
             self._on_device[id(sequence)] = token
-            tokens.append(SampledToken(token, fault != "nan", TokenLogprob(token, -float(token))))
-        return RowResult(tokens, finite=fault != "nan")
+            tokens.append(SampledToken(token, fault != "nan", scored_token(token)))
+        request = row.sequence.request
+        scored = row.sequence.tokens[row.start + 1 : min(row.end + 1, request.prompt_len)] if row.scores_prompt else ()
+        embedding = (float(state),) if request.kind == "embed" and row.end == request.prompt_len else None
+        return RowResult(tokens, list(map(scored_token, scored)), embedding, finite=fault != "nan")
+
+
+def scored_token(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -float(token))
+
+
+def prompt_state(prompt: list[int]) -> int:
+    """What the device holds of a prompt; its embedding is this number."""
+    state = 0
+    for token in prompt:
+        state = fold(state, token)
+    return state
 
 
 def expected(prompt: list[int], params: SamplingParams, choice: int = 0, limit: int = 1 << 30) -> list[int]:
     """What the fake model says for a request that has the machine to itself."""
-    state, output = 0, list[int]()
-    for token in prompt:
-        state = fold(state, token)
+    state, output = prompt_state(prompt), list[int]()
     while True:
         token = fold(state, fold(choice, len(output) + params.seed)) % VOCAB
         output.append(token)
@@ -123,7 +136,7 @@ class Rig:
     now: list[int]
 
     def submit(self, request_id: str, prompt: list[int], **fields: object) -> SamplingParams:
-        of_submit = [name for name in ("tenant", "priority", "cache_salt", "kind") if name in fields]
+        of_submit = [name for name in ("tenant", "priority", "cache_salt", "kind", "grammar") if name in fields]
         submit_fields = {name: fields.pop(name) for name in of_submit}
         fields.setdefault("max_tokens", 8)
         params = SamplingParams(**fields)  # type: ignore[arg-type]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
 from tests.fake_device import FULL, finishes, rig, windowed
 from tests.test_scheduler import admission_order, prompt_of
 
@@ -53,6 +55,17 @@ def test_a_step_that_is_still_computed_shares_nothing() -> None:
     engine.submit("b", prompt_of(16), max_tokens=4)
     rows = engine.run()
     assert next(row.cached_tokens for row in rows if row.id == "b") == 8
+
+
+@pytest.mark.fault
+def test_pages_that_were_sound_are_forgotten_with_those_that_turned_to_nan() -> None:
+    """What made the model go wrong may lie in any of them."""
+    engine = rig(budget=8)
+    engine.device.fault = lambda row: "nan" if row.sequence.request.id == "bad" and row.end > 8 else None
+    for name in ("bad", "again"):
+        engine.submit(name, prompt_of(16), max_tokens=2)
+        rows = engine.run()
+    assert [row.cached_tokens for row in rows] == [0, None] and rows[-1].finish == "length"
 
 
 def test_a_windowed_group_holds_what_somebody_sees_and_no_page_more() -> None:
