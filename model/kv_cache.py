@@ -5,9 +5,12 @@ Knows neither requests nor which page is whose; page 0 of every group is scratch
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from model.huge_pages import in_huge_pages
 from model.kv_cost import DTYPE_BYTES, KVGroup, KVLayout
 from model.ops.interface import LayerKV
 
@@ -16,8 +19,8 @@ class KVCache:
     """Storage of a group: [layers, 2 (k, v), num_pages, Hkv, page_size, d]. Contents start undefined.
 
     Of a quantised group: bytes [layers, 2, num_pages, Hkv, page_size * (d + 4)], where the values of a head's page come
-    first and their fp32 scales behind them. On a CPU the system commits memory at first touch, so an idle pool costs
-    next to nothing.
+    first and their fp32 scales behind them. On a CPU the system commits memory at first touch, a huge page at a time:
+    an idle pool costs little.
     """
 
     def __init__(self, layout: KVLayout, num_pages: tuple[int, ...], device: torch.device | str) -> None:
@@ -58,11 +61,16 @@ class KVCache:
 def _allocate(group: KVGroup, pages: int, page_size: int, device: torch.device | str) -> Tensor:
     places = (len(group.layers), 2, pages, group.kv_heads)
     if not group.scale_bytes:
-        shape, dtype = (*places, page_size, group.head_dim), getattr(torch, group.dtype)
-        return torch.empty(shape, dtype=dtype, device=device)
+        return _room((*places, page_size, group.head_dim), getattr(torch, group.dtype), device)
     values = page_size * group.head_dim * DTYPE_BYTES[group.dtype]
     assert values % group.scale_bytes == 0, f"scales of pages of {values} bytes are not aligned"
-    return torch.empty((*places, values + page_size * group.scale_bytes), dtype=torch.uint8, device=device)
+    return _room((*places, values + page_size * group.scale_bytes), torch.uint8, device)
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    if torch.device(device).type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return in_huge_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def _values_and_scales(pages: Tensor, group: KVGroup, page_size: int) -> tuple[Tensor, Tensor]:

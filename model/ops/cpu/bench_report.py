@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from model.huge_pages import in_huge_pages
 from model.ops.cpu.build import find_library
 
 QUIET = 0.05
@@ -88,11 +89,11 @@ class Limits:
 
 
 def measure_limits(clock: Clock, kinds: Iterable[str] = PROBES) -> Limits:
-    """Read bandwidth over 256 MiB and the rates of dot products; CPU time is counted per thread."""
+    """Read bandwidth over 256 MiB of huge pages and the rates of dot products; CPU time is counted per thread."""
     native = ctypes.CDLL(str(find_library()))
-    data, rounds = torch.ones(64 << 20), ctypes.c_int64(1 << 20)
+    data, rounds = in_huge_pages(256 << 20).fill_(1), ctypes.c_int64(1 << 20)
     threads = torch.get_num_threads() if clock.cpu_time else 1
-    pointer, count = ctypes.c_void_p(data.data_ptr()), ctypes.c_int64(data.numel())
+    pointer, count = ctypes.c_void_p(data.data_ptr()), ctypes.c_int64(data.nbytes // 4)
     probes = {kind: getattr(native, PROBES[kind]) for kind in kinds}
     for probe in probes.values():
         probe.restype = ctypes.c_int64

@@ -1,19 +1,17 @@
-"""Memory for packed weights: huge pages where the kernel gives them, side by side in the order of packing.
+"""Memory for packed weights: huge pages, where matrices lie side by side in the order of packing.
 
-Knows no layouts. A step reads every weight once; in pages of 4 KiB the search for where a page lies costs up to a
-quarter of the time.
+Knows no layouts.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-HUGE_PAGE = 2 << 20
+from model.huge_pages import in_huge_pages
+
 CHUNK = 64 << 20
 """Bytes of address space that matrices share; what is never written takes no memory."""
 LINE = 64
@@ -35,18 +33,7 @@ class WeightMemory:
         nbytes = math.prod(shape) * dtype.itemsize
         needed = -(-nbytes // LINE) * LINE
         if needed > self._rest.numel():
-            self._rest = _chunk(max(CHUNK, needed))
+            self._rest = in_huge_pages(max(CHUNK, needed))
         room = self._rest[:nbytes].view(dtype).view(shape)
         self._rest = self._rest[needed:]
         return room
-
-
-def _chunk(size: int) -> Tensor:
-    """[size] u8 zeros that start at a huge page."""
-    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them: the memory serves as it is
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    first = -whole.data_ptr() % HUGE_PAGE
-    return whole[first : first + size]
