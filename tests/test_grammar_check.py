@@ -64,10 +64,14 @@ def test_who_leaves_takes_the_verdict_along(tmp_path: Path, is_running: bool) ->
 @pytest.fixture
 def live(tiny_model: Callable[..., Path], tmp_path: Path) -> Iterator[LiveServer]:
     server = launch(tiny_model(), tmp_path / "server.log")
-    server.wait_ready()
-    yield server
-    assert "Traceback" not in server.output
-    assert server.stop() == 0
+    try:
+        server.wait_ready()
+        yield server
+        assert "Traceback" not in server.output
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
 
 
 def asking(regex: str) -> dict[str, Any]:
