@@ -51,15 +51,15 @@ def test_linear_agrees_with_float64(ops: CpuOps, shape: tuple[int, int], dtype: 
 def test_a_row_is_bit_equal_in_any_batch(
     ops: CpuOps, shape: tuple[int, int], dtype: torch.dtype, quantization: str | None
 ) -> None:
-    x = random(250, shape[1], dtype=dtype)
+    x = random(512, shape[1], dtype=dtype)
     x[3] = 0
     packed = ops.pack_linear(random(*shape, dtype=dtype, seed=1), None, quantization)
     whole = ops.linear(x, packed, torch.float32)
     assert torch.equal(whole[3], torch.zeros_like(whole[3]))
-    for rows in (*range(1, 40), 63, 97, 200):
+    for rows in (*range(1, 40), 63, 97, 200, 257, 511):
         assert torch.equal(ops.linear(x[:rows], packed, torch.float32), whole[:rows]), rows
     for seed in range(5):
-        pick = torch.randperm(250, generator=torch.Generator().manual_seed(seed))[: 7 * seed + 1]
+        pick = torch.randperm(512, generator=torch.Generator().manual_seed(seed))[: 7 * seed + 1]
         assert torch.equal(ops.linear(x[pick], packed, torch.float32), whole[pick])
     for count in (1, 2, 3):
         with threads(count):

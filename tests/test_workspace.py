@@ -14,8 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from model.batch import Batch
+from model.decoder import Decoder
+from model.kv_cache import KVCache
+from server.engine.messages import SamplingParams, Submit
 from tests.conftest import REPOSITORY
+from tests.real_engine import Setup, run
 
 VOCABULARY, SEQUENCES, SCORED = 20_000, 96, 64
 WIDEST_STEP = """
@@ -67,3 +73,31 @@ def test_the_widest_step_takes_less_than_is_set_aside(tiny_model: Callable[..., 
     taken, set_aside, tokens, scored = json.loads(done.stdout)
     assert (tokens, scored) == (SEQUENCES, SCORED), "the step was not the widest"
     assert 2 * SEQUENCES * VOCABULARY * 4 < taken < set_aside, "less than logits and a copy: something was not seen"
+
+
+class Counted:
+    """A decoder, and the rows of each call for logits."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def around(self, decoder: Decoder) -> Counted:
+        self.decoder = decoder
+        return self
+
+    def hidden(self, batch: Batch, kv: KVCache) -> Tensor:
+        return self.decoder.hidden(batch, kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.rows.append(len(hidden))
+        return self.decoder.logits(hidden)
+
+
+def test_logits_are_computed_for_sampled_rows_alone(tiny_model: Callable[..., Path]) -> None:
+    """A prompt in chunks has none before its last one; a choice has one row a token."""
+    counted = Counted()
+    engine = Setup(budget=7).engine(tiny_model(), counted.around)
+    submits = [Submit(name, Submit.pack([7] * 20), SamplingParams(4, n=2)) for name in "ab"]
+    rows = run(engine, *submits)
+    assert sum(counted.rows) == sum(len(row.tokens) for row in rows) == 16
+    assert max(counted.rows) <= 4
