@@ -3,7 +3,8 @@
 Needs torch, triton, safetensors and tokenizers, no network and no HTTP packages. Checks need no quiet device and run
 side by side, as they mostly compile; timings then run alone. FILE is written after each section. One that raises, kills
 its process or hangs is failed, and the others go on. --device cpu --tiny runs the same code in small on a CPU, so that
-it cannot rot. Exit code 1 if a section failed or found something wrong; a missed goal is reported, not an error.
+it cannot rot. Exit code 1 if a section failed or found something wrong, 2 for wrong arguments, 130 for Ctrl-C; a missed
+goal is reported, not an error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -34,11 +37,35 @@ def options() -> argparse.ArgumentParser:
         "--longest", type=float, default=180, help="seconds after which a section has failed (default: %(default)s)"
     )
     parser.add_argument(
-        "--lanes", type=int, default=max(1, cores // 2), help="checks side by side (default: half the cores)"
+        "--lanes", type=positive, default=max(1, cores // 2), help="checks side by side (default: half the cores)"
     )
     parser.add_argument("--sections", default=",".join(SECTIONS), help="a comma between names (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="results, written after each section")
     return parser
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def checked(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """Options and sections; ends the process where the visit could not begin, or its results not be kept."""
+    args = parser.parse_args()
+    names = [name.strip() for name in args.sections.split(",")]
+    if unknown := [name for name in names if name not in SECTIONS]:
+        parser.error(f"no such section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} finds no GPU here; --device cpu --tiny runs the same in small")
+    if args.device == "cuda" and find_spec("triton") is None:
+        parser.error("triton is not installed, so there are no kernels to visit; pip install 'ropeway[gpu]'")
+    try:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text("{}\n")
+    except OSError as error:
+        parser.error(f"--json {args.json} cannot be written: {error.strerror}; name another file")
+    return args, names
 
 
 def turns(names: list[str], lanes: int) -> list[list[list[str]]]:
@@ -67,17 +94,22 @@ def line(name: str, found: Found) -> str:
     return f"{name:24} {found['status']:8} {found.get('seconds', 0):6} s  {json.dumps(facts)}"
 
 
+def summary(args: argparse.Namespace, results: dict[str, Found]) -> str:
+    counts = Counter(found["status"] for found in results.values())
+    parts = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    return f"{len(results)} sections: {parts}; {args.json}" + ("; in small, shares mean nothing" if args.tiny else "")
+
+
 def main() -> int:
-    args = options().parse_args()
-    names = args.sections.split(",")
-    if unknown := [name for name in names if name not in SECTIONS]:
-        print(f"no such section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}", file=sys.stderr)
-        return 2
+    args, names = checked(options())
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # children of other groups end with this process
-    args.json.parent.mkdir(parents=True, exist_ok=True)
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}", flush=True)
-    results = visit(args, names)
-    print("\n".join(["", *(line(name, results[name]) for name in names)]))
+    try:
+        results = visit(args, names)
+    except KeyboardInterrupt:
+        print(f"interrupted; sections that had ended are in {args.json}", file=sys.stderr)
+        return 130
+    print("\n".join(["", *(line(name, results[name]) for name in names), summary(args, results)]))
     return int(any(found["status"] in ("failed", "wrong") for found in results.values()))
 
 

@@ -102,7 +102,7 @@ def attention_errors(visit: Visit, case: Case, dtype: torch.dtype) -> dict[str, 
 
 def check_attention(visit: Visit, dtype: torch.dtype) -> dict[str, Any]:
     """Decode, prefill and both in one batch."""
-    tally = Tally(BOUND[dtype])
+    tally = Tally(f"attention, {dtype}", BOUND[dtype])
     for case in cases(visit.tiny):
         tally.add(str(case), partial(attention_errors, visit, case, dtype))
     return tally.verdict()
@@ -110,7 +110,7 @@ def check_attention(visit: Visit, dtype: torch.dtype) -> dict[str, Any]:
 
 def check_small_kernels(visit: Visit) -> dict[str, Any]:
     """Norm, activation, rotation with its write to the cache, copies of pages."""
-    tally = Tally(BOUND[visit.dtype])
+    tally = Tally("small kernels", BOUND[visit.dtype])
     for tokens, width in ((1, 64), (17, 288), (33, 4096)):
         tally.add(f"norm and activation, {tokens} rows", partial(row_errors, visit, tokens, width))
         tally.add(f"rotation, {tokens} rows", partial(rope_errors, visit, tokens))
@@ -165,7 +165,7 @@ def check_sampling(visit: Visit) -> dict[str, Any]:
 
 def check_rounded_layers(visit: Visit) -> dict[str, Any]:
     """Products of int8 and fp8 against those of the same rounded matrices in float64, few rows and many."""
-    tally = Tally(BOUND[torch.bfloat16])
+    tally = Tally("rounded layers", BOUND[torch.bfloat16])
     capability = torch.cuda.get_device_capability() if visit.on_gpu else FP8_CAPABILITY
     for kind, rows, width in itertools.product(CODES, (1, 17, 40), (96,) if visit.tiny else (4096, 14336)):
         if obstacle(kind, batch_invariant=False, capability=capability) is None:
@@ -229,7 +229,7 @@ def check_model(visit: Visit) -> dict[str, Any]:
     want_from = checkpoint(visit, ReferenceOps(), torch.device("cpu"), torch.float32)
     tokens = torch.randint(0, want_from.config.vocab_size, (24 if visit.tiny else 200,))
     want = logits_of(want_from, tokens, len(tokens) - LAST, torch.device("cpu"))
-    tally = Tally(3.0)  # six layers add up
+    tally = Tally("model", 3.0)  # six layers add up
     for dtype in (torch.float32, torch.bfloat16) if visit.on_gpu else (torch.float32,):
         tally.add(str(dtype), partial(model_errors, visit, dtype, tokens, want))
     return tally.verdict()

@@ -5,6 +5,7 @@ Knows no section. A child is given names; it sends None as it begins a section, 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import time
@@ -13,12 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 Found = dict[str, Any]
 Work = Callable[[Connection, list[str]], None]
 START = 120.0
-"""Seconds in which a child begins its first section: it imports torch."""
+"""Seconds in which a child begins a section: before the first it imports torch."""
 END = 10.0
 """Seconds in which a process that has closed its pipe is gone."""
 
@@ -40,22 +42,29 @@ class Lane:
         self._work = work
         self._bounds = bounds
         self._report = report
-        self._start()
+        self._process: SpawnProcess | None = None
 
-    def _start(self) -> None:
+    def start(self) -> None:
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe(duplex=False)
         self._process = context.Process(target=in_a_group, args=(self._work, theirs, self.left))
         self._process.start()
         theirs.close()
-        self._allow(START)
+        self._expect("start", START)
 
-    def _allow(self, seconds: float) -> None:
-        self._allowed = seconds
-        self.due = min(time.monotonic() + seconds, self._bounds.deadline)
+    def _expect(self, event: str, seconds: float) -> None:
+        self._awaited = event
+        self._since = time.monotonic()
+        self.due = min(self._since + seconds, self._bounds.deadline)
+
+    @property
+    def _spent(self) -> float:
+        """Seconds that the section has taken, or that its process has not begun it for."""
+        return round(time.monotonic() - self._since, 1)
 
     def hear(self) -> None:
         """Something came through the pipe, if only its end."""
+        assert self._process is not None
         try:
             found = self.pipe.recv()
         except EOFError:
@@ -63,49 +72,58 @@ class Lane:
             self._lose(f"exit code {self._process.exitcode}: see above")
             return
         if found is None:
-            self._allow(self._bounds.longest)
+            self._expect("answer", self._bounds.longest)
             return
         self._report(self.left.pop(0), found)
-        if found["status"] == "failed":  # an error of a device spoils the process
+        self._expect("start", START)
+        if found["status"] == "failed" or not self.left:  # an error of a device spoils the process
             self._go_on()
 
     def give_up(self) -> None:
         """Nothing came in time."""
         if time.monotonic() < self._bounds.deadline:
-            self._lose(f"no answer in {self._allowed:.0f} s")
+            self._lose(f"no {self._awaited} in {self._spent:.0f} s")
             return
+        if self._awaited == "answer":
+            cut_off = {"status": "skipped", "reason": "out of time while it ran", "seconds": self._spent}
+            self._report(self.left.pop(0), cut_off)
         for name in self.left:
             self._report(name, {"status": "skipped", "reason": "out of time"})
         self.left = []
 
     def _lose(self, reason: str) -> None:
-        self._report(self.left.pop(0), {"status": "failed", "reason": reason})
+        self._report(self.left.pop(0), {"status": "failed", "reason": reason, "seconds": self._spent})
         self._go_on()
 
     def _go_on(self) -> None:
         self.end()
         if self.left:
-            self._start()
+            self.start()
 
     def end(self) -> None:
-        """The process, and those that it started, are gone."""
-        assert self._process.pid is not None
+        """The process, if there is one, and those that it started, are gone."""
+        if self._process is None or self._process.pid is None:
+            return
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()  # it may have no group yet
         self._process.join()
+        self._process = None
         self.pipe.close()
 
 
 def in_a_group(work: Work, pipe: Connection, names: list[str]) -> None:
-    """A child that leads a group of processes, so that what it starts can be ended with it."""
+    """A child that leads a group of processes, so that what it starts ends with it; a crash says where it was."""
     os.setsid()
+    faulthandler.enable()
     work(pipe, names)
 
 
 def work_off(lanes: list[Lane]) -> None:
     """Every section of every lane is reported when this returns; no process is left, however it ends."""
     try:
+        for lane in lanes:
+            lane.start()
         while going := [lane for lane in lanes if lane.left]:
             soonest = min(lane.due for lane in going) - time.monotonic()
             heard = wait([lane.pipe for lane in going], max(0.0, soonest))
