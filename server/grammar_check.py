@@ -19,7 +19,10 @@ from pathlib import Path
 from server.engine.grammar import MISSING, Grammars, finished, is_available
 from server.engine.messages import GrammarSpec
 
-SECONDS = 0.8
+CPU_SECONDS = 0.8
+"""The most that a grammar may cost: of the process's own time, since a busy machine says nothing of a grammar."""
+HANG_SECONDS = 30.0
+"""By the clock on the wall, for what neither computes nor answers: the next one waits behind it."""
 START_SECONDS = 120.0
 KEPT = 256
 READY = '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}'
@@ -35,7 +38,7 @@ class Verdict:
     error: str | None = None
 
 
-TOO_COMPLEX = Verdict(error=f"the grammar is too complex: it took more than {SECONDS:g} s to prepare; simplify it")
+TOO_COMPLEX = Verdict(error=f"the grammar is too complex: it took more than {CPU_SECONDS:g} s to prepare; simplify it")
 
 
 class GrammarCheck:
@@ -49,7 +52,7 @@ class GrammarCheck:
         self._connection: Connection | None = None
 
     async def checked(self, spec: GrammarSpec) -> GrammarSpec:
-        """The grammar as the engine reads it. ValueError: what is wrong with it."""
+        """The grammar as the engine reads it. ValueError: what is wrong with it. TimeoutError: nobody knows yet."""
         if not is_available():
             raise ValueError(MISSING)
         key = hashlib.sha256(spec.text.encode(errors="surrogatepass")).digest()
@@ -64,23 +67,30 @@ class GrammarCheck:
 
     async def _ask(self, text: str) -> Verdict:
         """Whoever leaves before the answer, its client having gone, ends the process: the next one would read it."""
+        if self._process is not None and not self._process.is_alive():
+            self.close()  # something else ended it since: not this grammar's fault
         verdict = None
         try:
             connection = self._connection or await self._start()
             await asyncio.to_thread(connection.send, text)
-            verdict = await answer(connection, SECONDS)
-        except (EOFError, OSError):
-            pass  # the grammar ended the process, or takes too long: no better
+            verdict = await answer(connection, HANG_SECONDS)
+        except (EOFError, ConnectionError):
+            return TOO_COMPLEX  # the grammar ended the process
+        except TimeoutError:
+            raise TimeoutError(f"the grammar was not tried out within {HANG_SECONDS:g} s; send it again") from None
         finally:
             if verdict is None:
                 self.close()
-        return verdict or TOO_COMPLEX
+        return verdict
 
     async def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")
         self._connection, child_end = context.Pipe()
         self._process = context.Process(
-            target=serve, args=(child_end, self._folder, self._vocab_size), name="ropeway-grammar", daemon=True
+            target=serve,
+            args=(child_end, self._folder, self._vocab_size, CPU_SECONDS),
+            name="ropeway-grammar",
+            daemon=True,
         )
         self._process.start()
         child_end.close()
@@ -105,7 +115,7 @@ async def answer(connection: Connection, seconds: float) -> Verdict:
     return verdict
 
 
-def serve(connection: Connection, folder: Path, vocab_size: int) -> None:
+def serve(connection: Connection, folder: Path, vocab_size: int, cpu_seconds: float) -> None:
     """Entry of the process: grammars in, verdicts out, until the pipe ends. The first verdict says that it is ready."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     grammars = Grammars(folder, vocab_size)
@@ -115,7 +125,10 @@ def serve(connection: Connection, folder: Path, vocab_size: int) -> None:
             text = connection.recv()
         except EOFError:
             return
-        connection.send(try_out(grammars, text))
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # counts CPU time, and its signal ends the process
+        verdict = try_out(grammars, text)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.send(verdict)
 
 
 def try_out(grammars: Grammars, text: str) -> Verdict:

@@ -147,7 +147,9 @@ class Service:
         return self.client
 
     async def checked(self, grammar: tuple[str, GrammarSpec] | None) -> GrammarSpec | None:
-        """A grammar (and the field that asks for it) in the engine's form; ApiError 400 where it cannot be followed."""
+        """A grammar (and the field that asks for it) in the engine's form; ApiError 400 where it cannot be followed,
+        503 where that was not found out in time.
+        """
         if grammar is None:
             return None
         assert self.grammars is not None
@@ -155,6 +157,8 @@ class Service:
             return await self.grammars.checked(grammar[1])
         except ValueError as error:
             raise bad_request(f"{grammar[0]}: {error}", grammar[0]) from None
+        except TimeoutError as error:
+            raise ApiError(503, str(error), code="grammar_timeout", headers={"Retry-After": "5"}) from None
 
     @property
     def info(self) -> EngineInfo | None:

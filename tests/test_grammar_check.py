@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from server import grammar_check
 from server.engine.messages import GrammarSpec
 from server.grammar_check import GrammarCheck
 from tests.conftest import VOCAB_SIZE, LiveServer, write_tokenizer
@@ -59,6 +63,66 @@ def test_who_leaves_takes_the_verdict_along(tmp_path: Path, is_running: bool) ->
             check.close()
 
     asyncio.run(test())
+
+
+WARM, FINE = {"lark_grammar": 'start: "warm"'}, {"ebnf": 'root ::= "fine"'}
+
+
+def process_of(check: GrammarCheck) -> BaseProcess:
+    """The one that tries grammars out, which runs once the first has its verdict."""
+    asyncio.run(check.checked(spec(WARM)))
+    [process] = [child for child in multiprocessing.active_children() if child.name == "ropeway-grammar"]
+    return process
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Iterator[GrammarCheck]:
+    write_tokenizer(tmp_path)
+    check = GrammarCheck(tmp_path, VOCAB_SIZE)
+    yield check
+    check.close()
+
+
+def test_a_busy_machine_refuses_no_good_grammar(check: GrammarCheck) -> None:
+    """The process gets no core for longer than a grammar may compute."""
+    pid = process_of(check).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+
+    async def test() -> None:
+        asyncio.get_running_loop().call_later(1.2, os.kill, pid, signal.SIGCONT)
+        assert "fine" in await verdict(check, FINE)
+
+    asyncio.run(test())
+
+
+def test_what_computes_for_too_long_is_ended_and_refused_without_another_try(
+    check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_check, "CPU_SECONDS", 0.1)
+    process = process_of(check)
+    for _ in range(2):
+        assert "too complex" in asyncio.run(verdict(check, {"lark_grammar": f"start: /{EXPLODES}/"}))
+        assert process.exitcode == -signal.SIGPROF and multiprocessing.active_children() == []
+
+
+def test_what_hangs_is_ended_and_nothing_is_kept_against_the_grammar(
+    check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = process_of(check).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    with monkeypatch.context() as shorter, pytest.raises(TimeoutError, match="send it again"):
+        shorter.setattr(grammar_check, "HANG_SECONDS", 0.1)
+        asyncio.run(check.checked(spec(FINE)))
+    assert "fine" in asyncio.run(verdict(check, FINE))
+
+
+def test_a_process_that_something_else_has_ended_is_no_verdict(check: GrammarCheck) -> None:
+    process = process_of(check)
+    process.kill()
+    process.join()
+    assert "fine" in asyncio.run(verdict(check, FINE))
 
 
 @pytest.fixture
