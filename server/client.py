@@ -97,7 +97,7 @@ class EngineClient:
         """Submit together; `take` gets the rows of each step. Leaving the block early aborts what still runs.
 
         timeout: seconds for everything; queue_timeout: seconds until its turn comes. Either ends the stream with
-        StreamCutError. Raises QueueFullError or EngineDeadError before anything is sent.
+        StreamCutError. Raises QueueFullError, TooManyError or EngineDeadError before anything is sent.
         """
         stream = self._admit(submits, take)
         timers = self._arm(stream, timeout, queue_timeout)

@@ -12,9 +12,9 @@ from typing import Any
 from server.choice import Choice, Delta, PromptText, TextOptions
 from server.client import EngineClient, EngineDeadError, StreamCutError
 from server.engine.messages import GrammarSpec, RequestTimes, RequestUsage, Row, SamplingParams, Submit
-from server.errors import ApiError
+from server.errors import ApiError, bad_request
 from server.metrics import Metrics
-from server.places import QueueFullError
+from server.places import QueueFullError, TooManyError
 from server.stream import Busy, SlowReaderError, Stream
 from server.token_bytes import TokenBytes
 
@@ -117,6 +117,8 @@ class Generation:
             show([choice.cut() for choice in self.choices.values() if choice.finish is None])
         except QueueFullError as full:
             raise queue_is_full(full) from None
+        except TooManyError as error:
+            raise bad_request(str(error)) from None
         except EngineDeadError as dead:
             raise engine_is_dead(dead) from None
         finally:

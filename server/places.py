@@ -24,6 +24,13 @@ class QueueFullError(Exception):
         self.retry_after = retry_after
 
 
+class TooManyError(Exception):
+    """One request has more sequences than there are places at all: no time will come at which it fits."""
+
+    def __init__(self, count: int, limit: int) -> None:
+        super().__init__(f"{count} sequences (prompts times n) in one request, of at most {limit}: send fewer at once")
+
+
 class Places:
     """How many sequences of each tenant are in, and how fast they get done.
 
@@ -42,7 +49,9 @@ class Places:
         return sum(self._of_tenant.values())
 
     def enter(self, tenant: str, count: int, limit: int) -> None:
-        """`count` sequences at once, or QueueFullError. limit: places that there are."""
+        """`count` sequences at once, or QueueFullError, or TooManyError. limit: places that there are."""
+        if count > limit:
+            raise TooManyError(count, limit)
         own, over = self._of_tenant.get(tenant, 0) + count, self.taken + count - limit
         share = limit // len(self._of_tenant.keys() | {tenant})
         if over > 0 and own > share:

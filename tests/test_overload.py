@@ -83,3 +83,22 @@ def test_retry_after_follows_from_the_measured_rate(narrow: Callable[..., LiveSe
         assert int(eight.headers["retry-after"]) >= 6 * HOLD_SECONDS
         server.process.terminate()
         assert {future.result().status_code for future in held} <= {503}
+
+
+NEVER_FITS: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"prompt": ["abc"] * 10}),
+    ("completions", {"prompt": ["abc"] * 5, "n": 2, "stream": True}),
+    ("chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 10}),
+    ("embeddings", {"input": ["abc"] * 10}),
+]
+
+
+def test_a_request_that_is_larger_than_all_places_is_not_told_to_come_back(narrow: Callable[..., LiveServer]) -> None:
+    server = narrow()
+    for path, body in NEVER_FITS:
+        refused = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+        assert refused.status_code == 400 and "retry-after" not in refused.headers
+        message = refused.json()["error"]["message"]
+        assert "10 sequences" in message and "at most 9" in message
+    fits = httpx.post(f"{server.url}/v1/embeddings", json={"input": ["abc"] * 9}, timeout=60)
+    assert len(fits.json()["data"]) == 9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.places import Places, QueueFullError
+from server.places import Places, QueueFullError, TooManyError
 
 
 class Clock:
@@ -107,3 +107,10 @@ def test_places_are_bounded_however_many_tenants_come() -> None:
         while scene.enter(str(tenant)):
             pass
     assert scene.places.taken <= 8 * (1 + 1 / 2 + 1 / 3 + 1 / 4 + 1 / 5 + 1 / 6 + 1 / 7 + 1 / 8)
+
+
+def test_what_never_fits_is_told_so_and_not_to_come_back() -> None:
+    scene = Scene()
+    with pytest.raises(TooManyError, match=r"9 sequences .* at most 8"):
+        scene.enter("a", 9)
+    assert scene.places.taken == 0 and scene.enter("a", 8)

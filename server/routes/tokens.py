@@ -17,9 +17,9 @@ from server.begin import chat_tokens, prompt_tokens, warn_unknown
 from server.client import EngineClient, EngineDeadError, StreamCutError
 from server.disconnect import dumps, unless_disconnected
 from server.engine.messages import Row, SamplingParams, Submit
-from server.errors import ApiError
+from server.errors import ApiError, bad_request
 from server.generation import engine_is_dead, queue_is_full, refusal_of
-from server.places import QueueFullError
+from server.places import QueueFullError, TooManyError
 from server.schemas import ChatBody
 from server.service import Service
 from server.strict_json import StrictRoute
@@ -91,6 +91,8 @@ async def embed(
         raise refusal_of(cut) from None
     except QueueFullError as full:
         raise queue_is_full(full) from None
+    except TooManyError as error:
+        raise bad_request(str(error)) from None
     except EngineDeadError as dead:
         raise engine_is_dead(dead) from None
     return [vectors[submit.id] for submit in submits]
