@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from server import errors, openapi
+from server import error_responses, openapi
 from server.middleware import Gate
 from server.routes import health, kv, messages, openai, responses, tokens, ui
 from server.service import Service
@@ -22,7 +22,7 @@ def create_app(service: Service, observers: Sequence[Callable[[Watched], None]] 
     """The ASGI app of a service, whatever state it is in: it answers 503 where it cannot work yet."""
     app = FastAPI(title="Ropeway", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    errors.install(app)
+    error_responses.install(app)
     openapi.install(app)
     for routes in (health.router, kv.router, openai.router, responses.router, messages.router, tokens.router):
         app.include_router(routes)

@@ -6,7 +6,6 @@ Knows ASGI only: neither the engine nor any API.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from contextlib import aclosing, closing, suppress
 from functools import partial
@@ -15,11 +14,12 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.error_responses import response_of
 from server.errors import ApiError
+from server.events import DONE, error_text
 from server.stream import Busy, SlowReaderError
 
 T = TypeVar("T")
-DONE = "data: [DONE]\n\n"
 
 
 async def until_disconnect(receive: Receive) -> None:
@@ -37,17 +37,6 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         for pending in (task, gone):
             pending.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-def event_text(value: dict[str, Any]) -> str:
-    return f"data: {dumps(value)}\n\n"
-
-
-dumps: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-def error_text(error: ApiError) -> str:
-    return event_text(error.body())
 
 
 class EventStream(Response):
@@ -84,7 +73,7 @@ class EventStream(Response):
                 await self._work(write)
             except ApiError as error:
                 if not write.has_begun:
-                    await error.response()(scope, receive, send)
+                    await response_of(error)(scope, receive, send)
                     return
                 write(self._error_event(error))
             write(self._end)
@@ -185,8 +174,3 @@ def begun(coroutine: Coroutine[Any, Any, None]) -> Begun | None:
         return Begun(coroutine, coroutine.send(None))
     except StopIteration:
         return None
-
-
-def named_event(value: dict[str, Any]) -> str:
-    """An event whose name is its type, as the Responses and Messages APIs have it."""
-    return f"event: {value['type']}\n{event_text(value)}"

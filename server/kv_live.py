@@ -14,10 +14,10 @@ from typing import Any
 
 from server.caller import Caller
 from server.client import EngineClient, EngineDeadError
-from server.disconnect import dumps
 from server.engine.facts import EngineInfo
 from server.engine.messages import StepOutput
 from server.errors import ApiError
+from server.events import dumps
 from server.kv_map import RUN_FIELDS, PageMap
 from server.kv_views import View, requests, stats_view, summary
 

@@ -9,8 +9,8 @@ import json
 from typing import Any, Literal
 
 from server.choice import Delta
-from server.disconnect import named_event
 from server.errors import ApiError
+from server.events import named_event
 from server.replies import Reply, timings
 
 Kind = Literal["thinking", "text", "tool_use"]

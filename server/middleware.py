@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.caller import Keys
 from server.config import ServeConfig
+from server.error_responses import response_of
 from server.errors import ApiError
 
 OPEN_PATHS = frozenset({"/", "/health", "/livez", "/readyz", "/startupz"})
@@ -47,7 +48,7 @@ class Gate:
         scope["state"]["caller"] = self._keys.caller(sent_key(headers))
         refusal = self._refusal(scope, headers)
         if refusal is not None:
-            await refusal.response()(scope, receive, send)
+            await response_of(refusal)(scope, receive, send)
         else:
             await self._app(scope, BodyLimit(receive, self._config).receive, send)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from server.choice import Delta
-from server.disconnect import dumps, event_text
+from server.events import dumps, event_text
 from server.generation import Generation
 from server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from server.schemas import UsageWanted

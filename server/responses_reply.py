@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from server.choice import Delta
-from server.disconnect import named_event
 from server.errors import ApiError
+from server.events import named_event
 from server.replies import Reply, timings
 from server.responses_body import ResponsesBody
 

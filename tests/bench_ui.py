@@ -25,7 +25,8 @@ from playwright.sync_api import Page
 from starlette.responses import Response
 
 from server.caller import Caller
-from server.disconnect import EventStream, dumps, relayed
+from server.disconnect import EventStream, relayed
+from server.events import dumps
 from server.kv_map import RUN_FIELDS, PageMap
 from server.routes import ui
 from tests.browser import chromium, visit

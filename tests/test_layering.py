@@ -95,3 +95,7 @@ def test_messages_load_without_torch() -> None:
 
 def test_costs_load_without_torch_or_numpy() -> None:
     assert not {"torch", "numpy"} & loaded_by("import model.kv_cost")
+
+
+def test_scripts_load_no_web_framework() -> None:
+    assert not {"fastapi", "starlette", "uvicorn"} & loaded_by("import server.offline")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.choice import Delta, PromptText, TextOptions
-from server.disconnect import event_text
 from server.engine.messages import Row, SamplingParams
+from server.events import event_text
 from server.generation import Generation
 from server.metrics import Metrics
 from server.replies import CHAT, COMPLETION, Format, Reply

@@ -15,8 +15,9 @@ from starlette.responses import Response
 
 from server.begin import begin_chat, begin_completion, read_warnings
 from server.choice import Delta
-from server.disconnect import DONE, EventStream, Writer, dumps, error_text, unless_disconnected
+from server.disconnect import EventStream, Writer, unless_disconnected
 from server.errors import ApiError
+from server.events import DONE, dumps, error_text
 from server.generation import Show
 from server.replies import Reply
 from server.schemas import ChatBody, CompletionBody

@@ -15,9 +15,10 @@ from starlette.responses import Response
 
 from server.begin import chat_tokens, prompt_tokens, warn_unknown
 from server.client import EngineClient, EngineDeadError, StreamCutError
-from server.disconnect import dumps, unless_disconnected
+from server.disconnect import unless_disconnected
 from server.engine.messages import Row, SamplingParams, Submit
 from server.errors import ApiError, bad_request
+from server.events import dumps
 from server.generation import engine_is_dead, queue_is_full, refusal_of
 from server.places import QueueFullError, TooManyError
 from server.schemas import ChatBody
