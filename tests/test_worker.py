@@ -13,7 +13,6 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,9 +31,8 @@ from server.engine.messages import (
     StepOutput,
     Submit,
 )
-from server.engine.startup import build_engine
 from server.engine.wire import from_bytes
-from server.engine.worker import explain, run
+from server.engine.worker import run
 
 SPAWN = multiprocessing.get_context("spawn")
 LIMIT = 60.0
@@ -242,47 +240,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-BROKEN: list[tuple[Callable[[Path], object], str]] = [
-    (lambda folder: (folder / "config.json").unlink(), "config.json"),
-    (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-    (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 100), "model.safetensors"),
-    (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
-]
-
-
-@pytest.mark.parametrize(("damage", "says"), BROKEN)
-def test_a_broken_folder_is_one_clear_line(
-    config: EngineConfig, tmp_path: Path, damage: Callable[[Path], object], says: str
-) -> None:
-    for file in Path(config.model).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    damage(tmp_path)
-    assert says in line_about(replace(config, model=str(tmp_path)))
-
-
-UNWORKABLE: list[tuple[dict[str, Any], str]] = [
-    ({"kv_cache_memory": 1 << 60}, "--kv-cache-memory"),
-    ({"kv_cache_memory": 100}, "--kv-cache-memory"),
-    ({"max_model_len": 1 << 20}, "--max-model-len"),
-    ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens"),
-    ({"dtype": "int3"}, "bfloat16"),
-]
-
-
-@pytest.mark.parametrize(("changes", "says"), UNWORKABLE)
-def test_settings_that_cannot_work_are_one_clear_line(config: EngineConfig, changes: dict[str, Any], says: str) -> None:
-    assert says in line_about(replace(config, **changes))
-
-
-def line_about(config: EngineConfig) -> str:
-    """What the operator reads when this configuration does not start."""
-    with pytest.raises((ValueError, OSError, MemoryError)) as caught:
-        build_engine(config)
-    line = explain(caught.value)
-    assert "\n" not in line and "the engine failed" not in line
-    return line
-
-
 def test_a_load_error_crosses_the_pipe_and_the_exit_code_tells(start: Callable[..., Worker], tmp_path: Path) -> None:
     worker = start(model=str(tmp_path / "nowhere"))
     assert "nowhere" in crash_of(worker).text
@@ -305,12 +262,3 @@ def test_an_engine_fault_is_told_with_its_traceback(start: Callable[..., Worker]
     crash = crash_of(worker)
     assert "unknown message" in crash.text and "Traceback" in crash.detail
     assert worker.exit_code() == 1
-
-
-def test_a_small_pool_lowers_the_length_and_says_so(config: EngineConfig) -> None:
-    engine = build_engine(replace(config, kv_cache_memory=64 << 10))
-    limit = engine.info.max_model_len
-    assert limit < 512 and any(str(limit) in warning for warning in engine.info.warnings)
-    engine.add(Submit("too-long", Submit.pack([1] * limit), SamplingParams(1)))
-    (row,) = engine.step().rows
-    assert row.finish == "error" and str(limit) in str(row.error)
