@@ -23,7 +23,7 @@ from server.begin import begin_chat, begin_completion, read_warnings
 from server.config import ServeConfig
 from server.engine.facts import EngineConfig, EngineInfo
 from server.engine.grammar import Grammars
-from server.engine.messages import Abort, Row
+from server.engine.messages import Abort, Progress, Row
 from server.engine_process import CHILD_ENVIRONMENT
 from server.errors import ApiError, from_validation
 from server.grammar_check import GrammarCheck, Verdict, try_out
@@ -65,8 +65,8 @@ class LLM:
         Raises TypeError for another name, ValueError, StartupError, MemoryError for what cannot be served.
         """
         config = engine_settings(model, settings)
-        folder = local_folder(config.model)
         self._service = Service(config, prepare)
+        folder = local_folder(config.model, self._service.show)
         self._service.open_text(folder)
         self._engine: Engine | None = start_engine(config.engine_config(str(folder)))
         self._service.set_limits(folder, self._engine.info)
@@ -162,12 +162,12 @@ def engine_settings(model: str | Path | None, settings: Mapping[str, Any]) -> Se
     return ServeConfig(model=None if model is None else str(model), strict_params=True, **values)
 
 
-def local_folder(model: str | None) -> Path:
+def local_folder(model: str | None, show: Callable[[Progress], None]) -> Path:
     """Converts or downloads in this process: a spawned one would run the caller's script again."""
     if model is not None and is_servable(Path(model)):
         return Path(model)
     check_exists(model)
-    return canonical_folder(model, lambda progress: None)
+    return canonical_folder(model, show)
 
 
 def start_engine(config: EngineConfig) -> Engine:

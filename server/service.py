@@ -66,15 +66,15 @@ class Service:
 
     async def _load(self) -> None:
         begun = time.monotonic()
-        folder = await self._prepare(self.config.model, self._show)
+        folder = await self._prepare(self.config.model, self.show)
         self.metrics.engine.phases["convert"] = time.monotonic() - begun
         self.client = self._make_client(self.config.engine_config(str(folder)))
-        self.client.on_progress, self.client.on_death = self._show, self.fail
+        self.client.on_progress, self.client.on_death = self.show, self.fail
         info, _ = await asyncio.gather(self.client.start(), asyncio.to_thread(self.open_text, folder))
         self.kv = KvLive(self.client, info, lambda: self.draining or self.failure is not None)
         self.client.on_step = self._observe
         self.set_limits(folder, info)
-        self._show(Progress("ready"))
+        self.show(Progress("ready"))
 
     def open_text(self, folder: Path) -> None:
         """Tokenizer and chat template of a canonical folder."""
@@ -95,7 +95,7 @@ class Service:
         if self.kv is not None and output.kv_delta:
             self.kv.observe(output)
 
-    def _show(self, progress: Progress) -> None:
+    def show(self, progress: Progress) -> None:
         """Keep the news for /startupz; each stage of a conversion is printed as well, since it may take minutes."""
         self.phase, self.detail = progress.phase, progress.detail
         stage = re.sub(r" \d+ %$", "", progress.detail)

@@ -19,6 +19,7 @@ from server.offline import LLM
 from server.offline_output import Output
 from server.service import StartupError
 from tests.conftest import EOS, REPOSITORY, LiveServer
+from tests.test_prepare import write_pickles
 
 SEEDED: dict[str, Any] = {"seed": 7, "temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "logprobs": 2}
 PROMPTS: list[Any] = ["abc", [*b"hello"], "a longer prompt than the others", "abc"]
@@ -199,3 +200,11 @@ def test_every_engine_setting_is_in_the_documentation() -> None:
 
     text = (REPOSITORY / "docs" / "offline.md").read_text()
     assert [name for name in ENGINE_SETTINGS if f"`{name}" not in text] == []
+
+
+def test_a_conversion_is_told_as_a_servers_is(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROPEWAY_CACHE", str(tmp_path / "cache"))
+    LLM(write_pickles(tmp_path / "pickles", tiny_model()), page_size=4, kv_cache_memory="512KiB", threads=1).close()
+    assert "ropeway: conversion: " in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -50,20 +51,36 @@ def test_changed_sources_compiler_flags_or_cpu_build_again(small: Path, monkeypa
     assert len(seen) == 4
 
 
+def finding(sources: Path) -> list[str]:
+    """A process that finds the library of these sources and prints where it lies."""
+    program = "import sys; from pathlib import Path; from model.ops.cpu import build;"
+    return [sys.executable, "-c", f"{program} build.SOURCES = Path({str(sources)!r}); print(build.find_library())"]
+
+
+def test_who_waits_for_the_build_of_another_says_so(small: Path) -> None:
+    folder = build.cache_folder()
+    with (folder / "build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = subprocess.Popen(
+            finding(small), cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert waiting.stderr is not None
+        line = waiting.stderr.readline()
+    text, errors = waiting.communicate()
+    assert line == f"ropeway: waiting for another process that compiles the CPU kernels into {folder}\n"
+    assert Path(text.strip()).exists() and errors.count("\n") == 1, "what it says next is that it compiles"
+
+
 def test_concurrent_starts_build_once(small: Path, tmp_path: Path) -> None:
     """Four processes at once; a compiler that writes a line each time it is called counts the builds."""
     calls, compiler = tmp_path / "calls", tmp_path / "counting-c++"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec {find_compiler()[0]} "$@"\n')
     compiler.chmod(0o755)
-    program = (
-        "import sys; from pathlib import Path; from model.ops.cpu import build;"
-        f"build.SOURCES = Path({str(small)!r}); print(build.find_library())"
-    )
 
     def start(_: int) -> str:
         environment = os.environ | {"CXX": str(compiler)}
         return subprocess.run(
-            [sys.executable, "-c", program], env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True
+            finding(small), env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True
         ).stdout
 
     with ThreadPoolExecutor(4) as pool:

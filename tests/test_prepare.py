@@ -6,12 +6,15 @@ import asyncio
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from convert.atomic import exclusive
+from convert.cache import cache_key, default_cache
 from server.engine.messages import Progress
 from server.prepare import prepare
 from server.service import StartupError
@@ -30,15 +33,38 @@ def test_a_folder_of_pickles_is_converted_although_it_has_a_config(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROPEWAY_CACHE", str(tmp_path / "cache"))
-    source = tmp_path / "pickles"
-    shutil.copytree(tiny_model(), source)
-    tensors = load_file(source / "model.safetensors")
-    (source / "model.safetensors").unlink()
-    torch.save(tensors, source / "pytorch_model.bin")
+    source = write_pickles(tmp_path / "pickles", tiny_model())
+    tensors = load_file(tiny_model() / "model.safetensors")
     folder, phases = prepared(source)
     assert folder.parent.is_relative_to(tmp_path / "cache") and "convert" in phases
     written = load_file(folder / "model.safetensors")
     assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+
+
+def write_pickles(folder: Path, model: Path) -> Path:
+    """The same weights in a form that has to be converted."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    return folder
+
+
+def test_who_waits_for_the_conversion_of_another_says_so(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROPEWAY_CACHE", str(tmp_path / "cache"))
+    source, news = write_pickles(tmp_path / "pickles", tiny_model()), list[str]()
+    with ExitStack() as other:
+        other.enter_context(exclusive(default_cache() / cache_key(source), print))
+
+        def hear(progress: Progress) -> None:
+            news.append(progress.detail)
+            if progress.detail.startswith("waiting for another process"):
+                other.close()
+
+        folder = asyncio.run(prepare(str(source), hear))
+    assert sum(str(folder) in line and line.startswith("waiting") for line in news) == 1
 
 
 def test_a_file_that_is_still_read_does_not_hold_up_the_end(tmp_path: Path) -> None:

@@ -55,7 +55,9 @@ def find_library() -> Path:
     extra = shlex.split(os.environ.get("ROPEWAY_KERNELS_FLAGS", ""))
     flags = [*FLAGS, "-march=native", *extra]
     library = folder / f"ropeway-{_digest(compiler, flags)}.so"
-    with _lock(folder / "build.lock"):
+    if library.exists():
+        return library
+    with _lock(folder):
         if not library.exists():
             remove_unfinished(folder)
             print(f"ropeway: compiling the CPU kernels into {folder}, once", file=sys.stderr, flush=True)
@@ -168,10 +170,15 @@ def prebuilt_name(march: str) -> str:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """Held by one process at a time; the kernel lets go of it when the process ends, however it ends."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with (folder / "build.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting = f"ropeway: waiting for another process that compiles the CPU kernels into {folder}"
+            print(waiting, file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
