@@ -16,6 +16,7 @@ from typing import Any
 
 from model.kv_cost import DTYPE_ALIASES, DTYPE_BYTES
 from model.sizes import parse_size
+from server.engine.cores import usable_cores
 from server.engine.facts import EngineConfig
 
 
@@ -148,8 +149,9 @@ class ServeConfig:
 
     def engine_config(self, folder: str) -> EngineConfig:
         """What the engine process is told; folder is the canonical checkpoint that MODEL came to."""
-        names = {item.name for item in fields(EngineConfig)} - {"model"}
-        return EngineConfig(model=folder, **{name: getattr(self, name) for name in names})
+        names = {item.name for item in fields(EngineConfig)} - {"model", "threads"}
+        values = {name: getattr(self, name) for name in names}
+        return EngineConfig(model=folder, threads=self.threads or usable_cores(), **values)
 
 
 def flag_name(name: str) -> str:

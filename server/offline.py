@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from server.begin import begin_chat, begin_completion, read_warnings
 from server.config import ServeConfig
+from server.engine.cores import usable_cores
 from server.engine.facts import EngineConfig, EngineInfo
 from server.engine.grammar import Grammars
 from server.engine.messages import Abort, Progress, Row
@@ -159,6 +160,7 @@ def engine_settings(model: str | Path | None, settings: Mapping[str, Any]) -> Se
         raise TypeError(f"LLM has no setting {wrong!r}; there are {', '.join(sorted(ENGINE_SETTINGS))}")
     parse = {item.name: item.metadata["parse"] for item in fields(ServeConfig)}
     values = {name: parse[name](value) if isinstance(value, str) else value for name, value in settings.items()}
+    values.setdefault("threads", usable_cores())  # now: a conversion loads torch
     return ServeConfig(model=None if model is None else str(model), strict_params=True, **values)
 
 
@@ -175,10 +177,10 @@ def start_engine(config: EngineConfig) -> Engine:
         os.environ.setdefault(name, value)  # OpenMP reads them once, when torch is loaded
     import torch
 
-    from server.engine.cores import usable_cores
     from server.engine.startup import build_engine
 
-    torch.set_num_threads(config.threads or usable_cores())
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     return build_engine(config)
 
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+import pytest
+
 from server.engine.cores import usable_cores
+from tests.conftest import REPOSITORY, ServerFactory
 
 AFFINITY = len(os.sched_getaffinity(0))
 
@@ -35,3 +42,24 @@ def test_the_tightest_quota_up_to_the_mount_counts_and_is_rounded_up(tmp_path: P
 
 def test_quotas_of_other_hierarchies_are_not_ours(tmp_path: Path) -> None:
     assert usable_cores(tree(tmp_path, "4:cpu:/job\n", job="50000 100000")) == AFFINITY
+
+
+SCRIPT = """
+import sys
+from server.offline import LLM
+with LLM(sys.argv[1], page_size=4, kv_cache_memory="512KiB") as llm:
+    print(llm.info.threads)
+"""
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
+def test_an_openmp_that_ties_threads_to_cores_leaves_the_engine_all_of_them(
+    server_factory: ServerFactory, tiny_model: Callable[..., Path]
+) -> None:
+    """OpenMP ties the thread that loads it to one core: who counts cores afterwards finds one."""
+    tied = {"OMP_PROC_BIND": "true"}
+    server = server_factory(tiny_model(), "--page-size", "4", "--kv-cache-memory", "512KiB", env=tied)
+    assert httpx.get(f"{server.url}/version").json()["threads"] == usable_cores()
+    command = [sys.executable, "-c", SCRIPT, str(tiny_model())]
+    done = subprocess.run(command, env=os.environ | tied, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == usable_cores()

@@ -13,7 +13,10 @@ from model.cgroup import folders, memberships
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Whole cores, at least one: a quota of 1.5 cores counts as 2."""
+    """Whole cores, at least one: a quota of 1.5 cores counts as 2.
+
+    To be asked where torch is not loaded: under OMP_PROC_BIND, OpenMP ties the thread that loads it to one core.
+    """
     return max(1, min([len(os.sched_getaffinity(0)), *_quotas(root)]))
 
 

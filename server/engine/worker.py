@@ -18,7 +18,6 @@ from model.config import ConfigError
 from model.safetensors_header import WeightsError
 from server.engine.compiling import Compiling
 from server.engine.core import Engine
-from server.engine.cores import usable_cores
 from server.engine.facts import EngineConfig
 from server.engine.messages import (
     Abort,
@@ -50,7 +49,8 @@ def run(conn: Connection, config: EngineConfig) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        torch.set_num_threads(config.threads or usable_cores())
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         engine = build_engine(config, lambda progress: _send(conn, progress))
         _send(conn, Ready(engine.info))
         Worker(conn, engine).serve()
