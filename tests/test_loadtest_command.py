@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from server.loadtest.__main__ import main
 from server.loadtest.kv import parse_metrics
 from server.loadtest.options import parser
+from tests.conftest import REPOSITORY
 
 SHORT = ["--num-requests", "6", "--output-len", "6", "--quiet", "--max-lag", "10s"]
 
@@ -71,6 +73,24 @@ def test_every_output_at_once(mock: str, tmp_path: Path, capsys: pytest.CaptureF
 def test_json_alone_on_standard_output(mock: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([mock, "--rate", "50", *SHORT, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["load"]["kind"] == "open loop"
+
+
+def test_a_reader_that_goes_away_costs_no_file(mock: str, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("csv", "markdown", "html")}
+    outputs = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    command = [sys.executable, "-m", "server", "bench", mock, "--concurrency", "1", *SHORT, "--json", "-", *outputs]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+    assert all(path.stat().st_size for path in files.values())
+
+
+def test_a_full_disk_costs_no_table(mock: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        main([mock, "--concurrency", "1", *SHORT, "--markdown", "/dev/full"])
+    assert "concurrency 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,10 @@ def main(argv: list[str]) -> int:
         if chosen.plots and find_spec("matplotlib") is None:
             raise RefusedError("--plots needs matplotlib: pip install 'ropeway[plot]'")
         result = perform(chosen)
-        print(report.as_json(result) if str(chosen.json) == "-" else text(result), end="")
-        write(chosen, result)
+        try:  # files first: a reader of the output that goes away does not cost them, nor they the output
+            write(chosen, result)
+        finally:
+            print(report.as_json(result) if str(chosen.json) == "-" else text(result), end="")
     except (RefusedError, HttpError, ValueError) as error:
         print(f"ropeway bench: {error}", file=sys.stderr)
         return 1
