@@ -154,6 +154,7 @@ def test_the_command_builds_for_a_named_cpu(small: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # two builds and 700 tests, several times as slow as without
 def test_the_operations_are_clean_under_sanitizers(tmp_path: Path) -> None:
     """Address and undefined behaviour: the tests of all operations in a process that has the sanitizers loaded."""
     compiler = compiler_or_skip()
