@@ -74,8 +74,8 @@ bench-ui: $(VENV)/.browser ## Scripting time of one update of the page at 10,000
 	$(BIN)/python -m tests.bench_ui
 
 bench-engine: $(VENV)/.demo ## The engine's promises about time, each with its limit; wants a quiet machine
-	@$(BIN)/python -m server.engine.bench; phases=$$?; \
-	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-4000} $(BIN)/python -m server.engine.measure all && exit $$phases
+	@$(BIN)/python -m server.measure.phases; phases=$$?; \
+	GOMP_SPINCOUNT=$${GOMP_SPINCOUNT-4000} $(BIN)/python -m server.measure.engine all && exit $$phases
 
 soak: $(VENV)/.demo ## An hour of random traffic; fails if a process grows
 	$(BIN)/python -m server.loadtest.soak --minutes 60

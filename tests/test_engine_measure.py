@@ -12,8 +12,8 @@ from model.config import load_config
 from model.ops.select import ops_for
 from model.weights import load_decoder
 from server.engine.facts import EngineConfig
-from server.engine.kv_quality import LENGTH, TEXTS, compare, sampled_texts
-from server.engine.measure import MEASURES, Finding
+from server.measure.engine import MEASURES, Finding
+from server.measure.kv_quality import LENGTH, TEXTS, compare, sampled_texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

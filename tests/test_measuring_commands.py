@@ -26,7 +26,7 @@ def lines_of(module: str, *arguments: str) -> list[str]:
 
 
 def test_engine_phases_are_a_table() -> None:
-    lines = lines_of("server.engine.bench", "--sequences", "3", "--context", "8", "--steps", "5")
+    lines = lines_of("server.measure.phases", "--sequences", "3", "--context", "8", "--steps", "5")
     title, header, *rows, limit = lines
     assert re.search(rf"to schedule a step: {NUMBER} \(at most", limit)
     assert title.startswith("3 sequences of 8 tokens, 5 decode steps") and header.split() == ["phase", "median", "p99"]
@@ -38,7 +38,9 @@ def test_engine_phases_are_a_table() -> None:
 
 
 def test_a_start_is_told_phase_by_phase(tiny_model: Callable[..., Path]) -> None:
-    title, *rows = lines_of("server.start_time", str(tiny_model()), "--rounds", "1", "--kv-cache-memory", "512KiB")
+    title, *rows = lines_of(
+        "server.measure.start_time", str(tiny_model()), "--rounds", "1", "--kv-cache-memory", "512KiB"
+    )
     assert "median of 1 starts" in title
     times = {row[:14].strip(): float(row[14:]) for row in rows}
     assert 0 < times["listening"] <= times["ready"] <= times["first answer"]
@@ -47,7 +49,7 @@ def test_a_start_is_told_phase_by_phase(tiny_model: Callable[..., Path]) -> None
 
 def test_the_cost_of_a_token_is_told_for_each_number_of_streams(tiny_model: Callable[..., Path]) -> None:
     options = ("--streams", "1,2", "--tokens", "4", "--step-ms", "0.1")
-    title, *rows = lines_of("server.token_cost", str(tiny_model()), *options)
+    title, *rows = lines_of("server.measure.token_cost", str(tiny_model()), *options)
     assert "4 tokens, a step every 0.1 ms" in title
     cost = rf"-?{NUMBER} a token, -?{NUMBER} a step"
     found = [re.fullmatch(rf" +(\d) streams: HTTP process {cost}; engine process {cost}", row) for row in rows]

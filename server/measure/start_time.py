@@ -1,4 +1,4 @@
-"""Where the time of a start goes: python -m server.start_time [MODEL] [--rounds 5] [--cold] [serve's options].
+"""Where the time of a start goes: python -m server.measure.start_time [MODEL] [--rounds 5] [--cold] [serve's options].
 
 Starts `ropeway serve`, asks for a chat's first token as soon as the server is ready, ends it, and again. Knows
 processes and HTTP only; the phases are those that the server itself shows in /metrics. The very first start of a
@@ -60,7 +60,7 @@ def cold_start(arguments: list[str]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m server.start_time", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m server.measure.start_time", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cold", action="store_true", help="every start with an empty cache")
     given, arguments = parser.parse_known_args()

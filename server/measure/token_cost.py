@@ -1,4 +1,4 @@
-"""What HTTP costs a token: python -m server.token_cost [MODEL] [--streams 1,8,32] [--tokens 400] [--step-ms 9].
+"""What HTTP costs a token: python -m server.measure.token_cost [MODEL] [--streams 1,8,32] [--tokens 400] [--step-ms 9].
 
 A real server whose engine does everything but the forward, during which it sleeps: what CPU time is left belongs to the
 way of a token from the scheduler to the socket. Knows processes and their clocks; MODEL is read for its tokenizer only.
@@ -33,7 +33,7 @@ MESSAGES = [{"role": "user", "content": "Tell me a story"}]
 
 def run_paced(step_seconds: float, connection: Connection, config: EngineConfig) -> None:
     """Entry of the engine process."""
-    from server.engine.bench import run_asleep
+    from server.measure.phases import run_asleep
 
     run_asleep(connection, step_seconds)
 
@@ -77,7 +77,7 @@ def children(pid: int) -> list[int]:
 
 @contextmanager
 def running(model: str | None, step_seconds: float) -> Iterator[Server]:
-    command = [sys.executable, "-m", "server.token_cost", *([model] if model else []), "--serve"]
+    command = [sys.executable, "-m", "server.measure.token_cost", *([model] if model else []), "--serve"]
     process = subprocess.Popen([*command, "--step-ms", str(step_seconds * 1e3)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -110,7 +110,7 @@ def shown(process: str, token_ms: float, streams: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m server.token_cost", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m server.measure.token_cost", description=__doc__)
     parser.add_argument("model", nargs="?", help="folder, model file or hub id; the demo model if left out")
     parser.add_argument("--streams", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=400)

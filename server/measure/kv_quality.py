@@ -1,4 +1,4 @@
-"""What 8-bit caches cost in quality: python -m server.engine.kv_quality [MODEL].
+"""What 8-bit caches cost in quality: python -m server.measure.kv_quality [MODEL].
 
 Knows no text: the model samples its own (temperature 1, from its first token), then every cache dtype scores the same
 tokens, and logits are compared position by position with those of the plain cache.
@@ -23,9 +23,9 @@ from model.ops.select import ops_for
 from model.weights import load_decoder
 from server.engine.cores import usable_cores
 from server.engine.facts import EngineConfig
-from server.engine.measure import demo_model
 from server.engine.messages import SamplingParams, Submit
 from server.engine.startup import build_engine
+from server.measure.engine import demo_model
 
 TEXTS, LENGTH = 4, 256
 PAGE_SIZE = 16
@@ -104,7 +104,7 @@ def divergence(wanted: Tensor, found: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m server.engine.kv_quality", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m server.measure.kv_quality", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("model", nargs="?", type=Path, help="a canonical folder; the demo model if left out")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of activations")

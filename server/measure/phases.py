@@ -1,4 +1,4 @@
-"""What a step costs beside the forward: python -m server.engine.bench [--sequences 256] [--context 512].
+"""What a step costs beside the forward: python -m server.measure.phases [--sequences 256] [--context 512].
 
 A runner that answers at once takes the model's place, so that only scheduling and bookkeeping are left. Milliseconds
 are CPU time of this thread: other processes slow the clock on the wall, not these figures.
@@ -18,7 +18,6 @@ from typing import Any
 from model.kv_cost import KVGroup, KVLayout
 from server.engine.core import Engine
 from server.engine.facts import EngineInfo
-from server.engine.measure import Finding
 from server.engine.messages import Ready, SamplingParams, Submit
 from server.engine.page_tables import PageTables
 from server.engine.plan import RowResult, SampledToken, StepPlan
@@ -27,6 +26,7 @@ from server.engine.sampler import sample_batch
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.stream import HostStream
 from server.engine.worker import Worker
+from server.measure.engine import Finding
 
 VOCAB = 40_000
 WORD = 1000
@@ -73,7 +73,7 @@ class AsleepRunner(InstantRunner):
 
 
 def run_asleep(connection: Connection, step_seconds: float) -> None:
-    """A whole engine process without a model: server.token_cost puts HTTP in front of it."""
+    """A whole engine process without a model: server.measure.token_cost puts HTTP in front of it."""
     engine = build(64, 1024, AsleepRunner(step_seconds))
     connection.send(Ready(engine.info))
     Worker(connection, engine).serve()
@@ -137,7 +137,7 @@ def measure(sequences: int, context: int, steps: int) -> dict[str, list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m server.engine.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m server.measure.phases", description=__doc__)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=300)

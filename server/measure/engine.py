@@ -1,4 +1,4 @@
-"""The engine's promises about time, measured: python -m server.engine.measure gaps|prefix|caching|overhead [MODEL].
+"""The engine's promises about time, measured: python -m server.measure.engine gaps|prefix|caching|overhead [MODEL].
 
 Drives an engine in this process, in token ids: no HTTP, no text. A and B take turns and medians are compared; a run
 during which other processes used over 5 % of the CPU is called disturbed: take it again on a quiet machine.
@@ -230,7 +230,7 @@ def demo_model() -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m server.engine.measure", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m server.measure.engine", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("measures", nargs="+", choices=(*MEASURES, "all"), metavar="|".join((*MEASURES, "all")))
     parser.add_argument("--model", type=Path, help="a canonical folder; the demo model if left out")
