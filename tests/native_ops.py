@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from model.ops.cpu.build import UnavailableError, find_compiler, find_library
+from model.ops.cpu.native import CpuOps
 
 
 def compiler_or_skip() -> list[str]:
@@ -31,6 +32,14 @@ def native_library() -> Path:
         pytest.skip("native kernels are off (ROPEWAY_KERNELS=off)")
     compiler_or_skip()
     return find_library()
+
+
+@contextmanager
+def ops_built_with(flags: str) -> Iterator[CpuOps]:
+    """The operations of a library that the compiler was given more flags for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROPEWAY_KERNELS_FLAGS", f"{os.environ.get('ROPEWAY_KERNELS_FLAGS', '')} {flags}".strip())
+        yield CpuOps(native_library())
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from torch import Tensor
 from model.ops.cpu.native import CpuOps
 from model.ops.interface import AttentionTables, LayerKV
 from model.ops.reference import ReferenceOps
-from tests.native_ops import close, native_library, random, threads
+from tests.native_ops import close, ops_built_with, random, threads
 
 REFERENCE = ReferenceOps()
 DTYPES = (torch.float32, torch.bfloat16)
@@ -23,10 +22,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 @pytest.fixture(scope="module", params=["", "-DRW_NO_DOTS -DRW_EMULATE_DOTS"], ids=["own", "emulated"])
 def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
     """Emulated: attention multiplies pairs of bf16 on any CPU, in the portable form."""
-    flags = f"{os.environ.get('ROPEWAY_KERNELS_FLAGS', '')} {request.param}".strip()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROPEWAY_KERNELS_FLAGS", flags)
-        yield CpuOps(native_library())
+    with ops_built_with(request.param) as built:
+        yield built
 
 
 # ---- layer operations ------------------------------------------------------------------------------------------------

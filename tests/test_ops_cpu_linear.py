@@ -6,7 +6,6 @@ instructions would run, edges and all.
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from model.ops.cpu.build import UnavailableError
 from model.ops.cpu.native import CpuOps
 from model.ops.cpu.rounding import ROUNDINGS, in_groups, restored_int4, turned
-from tests.native_ops import close, compiler_or_skip, native_library, random, threads
+from tests.native_ops import close, compiler_or_skip, ops_built_with, random, threads
 
 DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = [(1, 1), (31, 7), (33, 35), (49, 1), (50, 333), (96, 1536), (1000, 66), (31, 2050)]  # N, K
@@ -27,10 +26,8 @@ KINDS = (None, "int8", "int4")
 
 @pytest.fixture(scope="module", params=["", "-DRW_EMULATE_DOTS"], ids=["own", "emulated"])
 def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
-    flags = f"{os.environ.get('ROPEWAY_KERNELS_FLAGS', '')} {request.param}".strip()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROPEWAY_KERNELS_FLAGS", flags)
-        yield CpuOps(native_library())
+    with ops_built_with(request.param) as built:
+        yield built
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,7 +6,6 @@ Pools are full of 255s: NaN as a scale and as fp8, so whatever is read beside it
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +16,7 @@ from model.ops.cpu.native import CpuOps
 from model.ops.interface import LayerKV
 from model.ops.quantised_kv import dequantise, quantise
 from model.ops.reference import ReferenceOps
-from tests.native_ops import close, native_library, random, threads
+from tests.native_ops import close, ops_built_with, random, threads
 from tests.test_kv_quantised import QUANTISED, pool
 from tests.test_ops_cpu import DTYPES, REFERENCE, Scene
 
@@ -25,10 +24,8 @@ from tests.test_ops_cpu import DTYPES, REFERENCE, Scene
 @pytest.fixture(scope="module", params=["", "-DRW_NO_DOTS -DRW_EMULATE_DOTS"], ids=["own", "emulated"])
 def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
     """Emulated: attention multiplies pairs of bf16 on any CPU, in the portable form."""
-    flags = f"{os.environ.get('ROPEWAY_KERNELS_FLAGS', '')} {request.param}".strip()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROPEWAY_KERNELS_FLAGS", flags)
-        yield CpuOps(native_library())
+    with ops_built_with(request.param) as built:
+        yield built
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
