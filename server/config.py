@@ -240,6 +240,8 @@ def parse_value(default: object, parse: Callable[[str], Any], given: str | Seque
     """A repeatable setting comes as a list from flags and comma-separated from the environment."""
     if isinstance(default, tuple):
         items = given.split(",") if isinstance(given, str) else given
+        if not isinstance(given, str) and not all(map(str.strip, items)):
+            raise ValueError("an empty value; leave the flag out if none is meant")  # as of an unset variable: "$KEY"
         return tuple(parse(part.strip()) for part in items if part.strip())
     assert isinstance(given, str)
     try:

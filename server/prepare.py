@@ -74,7 +74,9 @@ def is_servable(folder: Path) -> bool:
 
 def check_exists(model: str | None) -> None:
     """StartupError for what is neither here nor could be on the hub."""
-    if model is not None and not Path(model).exists() and (model.count("/") != 1 or model.startswith((".", "/", "~"))):
+    if model is None or Path(model).exists():
+        return
+    if model.count("/") != 1 or model.startswith((".", "/", "~")) or model.endswith("/"):
         raise StartupError(f"no model at {model}: give a folder, a model file or a hub id such as org/name")
 
 

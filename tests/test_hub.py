@@ -94,10 +94,10 @@ def test_the_token_is_sent(repository: Path, tmp_path: Path) -> None:
 
 def test_what_is_not_there_and_what_is_closed(repository: Path, tmp_path: Path) -> None:
     with serving(FakeHub(repository, gated=True)) as hub:
-        missing, gated, path = fetch(hub, tmp_path, "org/other", "org/name", "a/b/c")
+        missing, gated, *paths = fetch(hub, tmp_path, "org/other", "org/name", "a/b/c", "folder/")
     assert missing.endswith(f"neither a path here nor a repository at {hub.url} (a private one needs HF_TOKEN)")
     assert "org/name is gated: accept its terms at" in gated and "set HF_TOKEN" in gated
-    assert "give a folder, a model file or a hub id" in path
+    assert all("give a folder, a model file or a hub id" in path for path in paths) and len(paths) == 2
 
 
 def test_a_connection_that_is_cut(repository: Path, tmp_path: Path) -> None:

@@ -56,6 +56,24 @@ def test_the_cost_of_a_token_is_told_for_each_number_of_streams(tiny_model: Call
     assert [line and line[1] for line in found] == ["1", "2"]
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("server.measure.start_time ./absent", "ropeway: no model at ./absent"),
+        ("server.measure.start_time --max-num-seqs 0", "--max-num-seqs 0: must be at least 1"),
+        ("server.measure.start_time --rounds 0", "argument --rounds: "),
+        ("server.measure.token_cost ./absent", "ropeway: no model at ./absent"),
+        ("server.measure.token_cost --streams 1,0", "argument --streams: "),
+        ("server.measure.phases --sequences 0", "argument --sequences: "),
+        ("server.measure.engine gaps --model ./absent", "no config.json in ./absent"),
+        ("server.measure.kv_quality ./absent", "no config.json in ./absent"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_in_one_line(command: str, says: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *command.split()], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode in (1, 2) and says in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_every_operation_is_set_beside_its_limit(capsys: pytest.CaptureFixture[str], quantization: str | None) -> None:
     native_library()

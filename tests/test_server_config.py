@@ -38,6 +38,13 @@ def test_repeatable_flags_and_lists_in_the_environment() -> None:
     assert read(ROPEWAY_API_KEY="k1, k2,").api_key == ("k1", "k2")
 
 
+@pytest.mark.parametrize("flag", ["--api-key", "--admin-api-key", "--served-model-name"])
+def test_an_empty_value_is_not_taken_for_none(flag: str) -> None:
+    """A shell makes one of "$KEY" where KEY is unset, and without a key the server would be open."""
+    with pytest.raises(ValueError, match=f"{flag}: an empty value"):
+        read(flag, "given", flag, " ")
+
+
 def test_switches() -> None:
     assert read("--batch-invariant").batch_invariant is True
     assert read("--prefix-caching", "false").prefix_caching is False

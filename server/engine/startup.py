@@ -258,7 +258,11 @@ def _layout(config: EngineConfig, model: ModelConfig, dtype: str) -> KVLayout:
 
 
 def kv_resident_bytes(kv: KVCache) -> int:
-    """Bytes of the pool that the system has committed: all of it on a GPU, what was touched on a CPU."""
+    """Bytes of the pool that the system has committed: all of it on a GPU, what was touched on a CPU.
+
+    The system counts whole pages of its own, of which the last one is not all the pool's.
+    """
     if kv.storages[0].device.type != "cpu":
         return kv.nbytes
-    return sum(resident_bytes(storage.data_ptr(), storage.untyped_storage().nbytes()) for storage in kv.storages)
+    sizes = [(storage.data_ptr(), storage.untyped_storage().nbytes()) for storage in kv.storages]
+    return sum(min(size, resident_bytes(address, size)) for address, size in sizes)

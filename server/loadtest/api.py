@@ -59,9 +59,8 @@ async def first_model(client: HttpClient) -> str:
     status, body = await client.fetch("GET", "/v1/models")
     models = (parsed(body) or {}).get("data")
     if status != 200 or not models:
-        raise RefusedError(
-            f"GET /v1/models answered {status} without a model ({error_text(body)}); name one with --model"
-        )
+        advice = "give a key with --api-key" if status == 401 else "name one with --model"
+        raise RefusedError(f"GET /v1/models answered {status} without a model ({error_text(body)}); {advice}")
     return str(models[0]["id"])
 
 

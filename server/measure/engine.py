@@ -1,4 +1,4 @@
-"""The engine's promises about time, measured: python -m server.measure.engine gaps|prefix|caching|overhead [MODEL].
+"""The engine's promises about time, measured: python -m server.measure.engine gaps|prefix|caching|overhead.
 
 Drives an engine in this process, in token ids: no HTTP, no text. A and B take turns and medians are compared; a run
 during which other processes used over 5 % of the CPU is called disturbed: take it again on a quiet machine.
@@ -228,12 +228,19 @@ def demo_model() -> Path:
     return ensure_canonical(demo_model_file())
 
 
+def model_folder(text: str) -> Path:
+    """A --model of the command line."""
+    if not (Path(text) / "config.json").is_file():
+        raise argparse.ArgumentTypeError(f"no config.json in {text}: give a folder that `ropeway convert` made")
+    return Path(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m server.measure.engine", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("measures", nargs="+", choices=(*MEASURES, "all"), metavar="|".join((*MEASURES, "all")))
-    parser.add_argument("--model", type=Path, help="a canonical folder; the demo model if left out")
+    parser.add_argument("--model", type=model_folder, help="a canonical folder; the demo model if left out")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--kv-cache-dtype", default="auto", metavar="DTYPE")
     args = parser.parse_args()

@@ -25,7 +25,7 @@ from server.engine.cores import usable_cores
 from server.engine.facts import EngineConfig
 from server.engine.messages import SamplingParams, Submit
 from server.engine.startup import build_engine
-from server.measure.engine import demo_model
+from server.measure.engine import demo_model, model_folder
 
 TEXTS, LENGTH = 4, 256
 PAGE_SIZE = 16
@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m server.measure.kv_quality", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("model", nargs="?", type=Path, help="a canonical folder; the demo model if left out")
+    parser.add_argument("model", nargs="?", type=model_folder, help="a canonical folder; the demo model if left out")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="of activations")
     parser.add_argument("--threads", type=int, default=usable_cores())
     args = parser.parse_args()

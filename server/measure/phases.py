@@ -26,6 +26,7 @@ from server.engine.sampler import sample_batch
 from server.engine.scheduler import Limits, Scheduler
 from server.engine.stream import HostStream
 from server.engine.worker import Worker
+from server.loadtest.options import positive
 from server.measure.engine import Finding
 
 VOCAB = 40_000
@@ -138,9 +139,9 @@ def measure(sequences: int, context: int, steps: int) -> dict[str, list[float]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m server.measure.phases", description=__doc__)
-    parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--sequences", type=positive, default=256)
+    parser.add_argument("--context", type=positive, default=512)
+    parser.add_argument("--steps", type=positive, default=300)
     args = parser.parse_args()
     laps = measure(args.sequences, args.context, args.steps)
     print(f"{args.sequences} sequences of {args.context} tokens, {args.steps} decode steps, ms of CPU a step")

@@ -15,9 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from statistics import median
 from urllib.parse import urlsplit
+
+from server.loadtest.options import positive
 
 PHASE = re.compile(r'^ropeway_startup_seconds\{.*phase="(\w+)"\} (\S+)', re.MULTILINE)
 POLL_SECONDS = 0.02
@@ -31,16 +33,31 @@ def request(host: str, path: str, body: object = None) -> HTTPResponse:
     return connection.getresponse()
 
 
+def is_ready(host: str) -> bool:
+    try:
+        return request(host, "/readyz").status == 200
+    except (ConnectionError, HTTPException):  # it is ending
+        return False
+
+
 def start(arguments: list[str], environment: dict[str, str]) -> dict[str, float]:
-    """Seconds from the command to each event, and the seconds that the server's phases took."""
+    """Seconds from the command to each event, and the seconds that the server's phases took.
+
+    SystemExit where the server ends instead: it has said why.
+    """
     begun = time.monotonic()
     command = [sys.executable, "-m", "server", "serve", *arguments, "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
     try:
         assert process.stdout is not None
-        host = urlsplit(re.findall(r"listening on ([^,]+),", process.stdout.readline())[0]).netloc
+        listening = re.search(r"listening on ([^,]+),", process.stdout.readline())
+        if listening is None:
+            sys.exit(process.wait())
+        host = urlsplit(listening[1]).netloc
         times = {"listening": time.monotonic() - begun}
-        while request(host, "/readyz").status != 200 and process.poll() is None:
+        while not is_ready(host):
+            if process.poll() is not None:
+                sys.exit(process.returncode)
             time.sleep(POLL_SECONDS)
         times["ready"] = time.monotonic() - begun
         answer = request(host, "/v1/chat/completions", BODY)
@@ -61,7 +78,7 @@ def cold_start(arguments: list[str]) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m server.measure.start_time", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--cold", action="store_true", help="every start with an empty cache")
     given, arguments = parser.parse_known_args()
     rounds = [cold_start(arguments) if given.cold else start(arguments, {}) for _ in range(given.rounds)]

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from server.client import EngineClient
 from server.config import ServeConfig
 from server.engine.facts import EngineConfig
+from server.loadtest.options import parse_users, positive
 
 ROUNDS = 5
 MESSAGES = [{"role": "user", "content": "Tell me a story"}]
@@ -81,8 +82,10 @@ def running(model: str | None, step_seconds: float) -> Iterator[Server]:
     process = subprocess.Popen([*command, "--step-ms", str(step_seconds * 1e3)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        url = next(found[1] for line in process.stdout if (found := re.search(r"ready at (\S+)", line)))
-        yield Server(urlsplit(url).netloc, process.pid)
+        ready = next((found for line in process.stdout if (found := re.search(r"ready at (\S+)", line))), None)
+        if ready is None:
+            sys.exit(process.wait())  # it has said why
+        yield Server(urlsplit(ready[1]).netloc, process.pid)
     finally:
         process.terminate()
         process.wait()
@@ -112,8 +115,8 @@ def shown(process: str, token_ms: float, streams: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m server.measure.token_cost", description=__doc__)
     parser.add_argument("model", nargs="?", help="folder, model file or hub id; the demo model if left out")
-    parser.add_argument("--streams", default="1,8,32")
-    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--streams", type=parse_users, default="1,8,32")
+    parser.add_argument("--tokens", type=positive, default=400)
     parser.add_argument("--step-ms", type=float, default=9.0, help="time of a forward")
     parser.add_argument("--serve", action="store_true", help="only serve, for a client of your own")
     given = parser.parse_args()
@@ -122,7 +125,7 @@ def main() -> int:
     print(f"ms of CPU, median of {ROUNDS} times {given.tokens} tokens, a step every {given.step_ms:g} ms")
     with running(given.model, given.step_ms / 1e3) as server:
         server.stream(5)
-        for streams in map(int, given.streams.split(",")):
+        for streams in given.streams:
             rounds = [measure(server, streams, given.tokens) for _ in range(ROUNDS)]
             http, engine = (median(side) for side in zip(*rounds, strict=True))
             print(

@@ -23,7 +23,8 @@ def live_of(request: Request) -> KvLive:
     """ApiError 503 before the engine is up and after it has failed. A draining server still shows what it holds."""
     service: Service = request.app.state.service
     if service.kv is None or service.failure is not None:
-        raise ApiError(503, service.not_ready() or "the server is starting", headers={"Retry-After": "5"})
+        reason = service.not_ready() or "the server is starting"
+        raise ApiError(503, reason, code="not_ready", headers={"Retry-After": "5"})
     return service.kv
 
 
