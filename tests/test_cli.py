@@ -44,6 +44,7 @@ def test_help_lists_the_commands_and_every_setting() -> None:
         (["fly"], "fly"),
         (["serve", "--port", "x"], "--port: 'x' is not a whole number"),
         (["serve", "--device", "tpu"], "not one of auto, cpu, cuda"),
+        (["serve", "--api-key", ""], "--api-key: an empty value"),
         (["serve", "--unknown-flag"], "ropeway serve: error: unrecognized arguments: --unknown-flag"),
     ],
 )
@@ -68,6 +69,11 @@ def test_a_file_that_is_no_model_is_1(tmp_path: Path) -> None:
     file.write_text("not a model")
     done = ropeway("serve", str(file), "--port", "0", ROPEWAY_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 1 and "Traceback" not in done.stderr and "notes.txt" in done.stderr
+
+
+def test_a_bench_without_the_key_is_told_which_flag_has_it(scripted: LiveServer) -> None:
+    done = ropeway("bench", scripted.url, "--concurrency", "1")
+    assert done.returncode == 1 and "401" in done.stderr and "give a key with --api-key" in done.stderr
 
 
 def test_chat_works_from_a_pipe(scripted: LiveServer) -> None:

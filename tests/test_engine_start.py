@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from model.kv_cache import KVCache
+from model.kv_cost import KVGroup, KVLayout
 from server.engine.facts import EngineConfig
 from server.engine.messages import SamplingParams, Submit
-from server.engine.startup import build_engine
+from server.engine.startup import build_engine, kv_resident_bytes
 from server.engine.worker import explain
 
 
@@ -68,3 +70,10 @@ def test_a_small_pool_lowers_the_length_and_says_so(config: EngineConfig) -> Non
     engine.add(Submit("too-long", Submit.pack([1] * limit), SamplingParams(1)))
     (row,) = engine.step().rows
     assert row.finish == "error" and str(limit) in str(row.error)
+
+
+def test_of_a_pool_that_was_written_as_much_is_in_memory_as_was_allocated() -> None:
+    """Not the rest of the system's last page."""
+    pool = KVCache(KVLayout(4, (KVGroup((0,), None, 2, 8, "float32"),)), (5,), "cpu")
+    pool.storages[0].zero_()
+    assert kv_resident_bytes(pool) == pool.nbytes == 2560
