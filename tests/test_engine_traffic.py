@@ -231,7 +231,7 @@ TestTraffic.settings = settings(max_examples=120, stateful_step_count=30, deadli
 
 @pytest.mark.slow
 def test_ten_thousand_steps_of_traffic(capsys: pytest.CaptureFixture[str]) -> None:
-    long, before = settings(max_examples=200, stateful_step_count=60, deadline=None), Traffic.checked_steps
+    long, before = settings(max_examples=1000, stateful_step_count=60, deadline=None), Traffic.checked_steps
     run_state_machine_as_test(Traffic, settings=long)
     steps = Traffic.checked_steps - before
     with capsys.disabled():
