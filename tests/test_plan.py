@@ -83,6 +83,11 @@ def test_half_of_the_layers_with_a_window_at_131072_tokens(tmp_path: Path) -> No
     assert round(row["page_bytes"] / 2**30, 3) == 3.003
 
 
+def test_a_setting_that_must_grow_a_thousandfold_is_told_in_plain_digits(tmp_path: Path) -> None:
+    output = run(write_config(tmp_path, LLAMA_8B), "--memory", "1MiB")[1]
+    assert re.search(r"--memory +1\.00 MiB +\S+ GiB +\d+,\d{3} ", output)
+
+
 def test_tensor_parallel_divides_heads_and_then_copies_them(tmp_path: Path) -> None:
     path = write_config(tmp_path, LLAMA_70B)
     tokens = {

@@ -192,9 +192,13 @@ def _advice(plan: Plan) -> list[str]:
     rows = [["change", "from", "to", "times", "gain per device", "then"]]
     for change in plan.advice:
         then = "fits" if not change.missing else f"still lacks {size(change.missing)}"
-        rows.append([f"--{flag(change)}", value(change, change.old), value(change, change.new), f"{change.factor:.3g}",
+        rows.append([f"--{flag(change)}", value(change, change.old), value(change, change.new), times(change.factor),
                      size(change.gain), then])  # fmt: skip
     return ["What alone would make it fit, the smallest change first", *table(rows)]
+
+
+def times(factor: float) -> str:
+    return f"{factor:.3g}" if factor < 1000 else f"{factor:,.0f}"
 
 
 def flag(change: Change) -> str:
