@@ -168,8 +168,10 @@ def test_queue_timeout_is_over_once_its_turn_has_come() -> None:
     async def test(client: EngineClient) -> None:
         inbox = Inbox()
         await client.query("hold")
-        async with client.stream([submit("a", [1], max_tokens=10**9)], inbox.take, queue_timeout=0.2):
-            await asyncio.sleep(0.3)
+        async with client.stream([submit("a", [1], max_tokens=10**9)], inbox.take, queue_timeout=2) as stream:
+            await client.query("running")  # answered behind what the engine says of the turn
+            assert stream.started
+            await asyncio.sleep(2.1)
             await client.query("go")
             assert await inbox.next()
 
