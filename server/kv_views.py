@@ -136,7 +136,7 @@ def stats_view(stats: EngineStats, now_ns: int) -> View:
         "running": stats.running,
         "waiting": stats.waiting,
         "pages": {"active": stats.pages_active, "cached": stats.pages_cached, "free": stats.pages_free},
-        "bytes": {"active": stats.active_bytes, "cached": stats.cached_bytes, "resident": stats.resident_kv_bytes},
+        "bytes": {"active": stats.active_bytes, "cached": stats.cached_bytes, "written": stats.written_kv_bytes},
         "slots": {"used": stats.slots_used, "allocated": stats.slots_allocated},
         "shared_bytes_saved": stats.shared_bytes_saved,
         "byte_seconds": {"active": seconds(active_byte_ns), "cached": seconds(cached_byte_ns)},

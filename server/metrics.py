@@ -70,7 +70,7 @@ def byte_seconds(state: int) -> Callable[[EngineStats, EngineInfo | None], float
 
 
 POOL, PAGES, SLOTS = "ropeway_kv_pool_bytes", "ropeway_kv_pages", "ropeway_kv_token_slots"
-POOL_HELP = "Bytes of the KV pool: predicted by arithmetic, allocated, resident in memory"
+POOL_HELP = "Bytes of the KV pool: predicted by arithmetic, allocated, of pages written so far"
 PAGES_HELP = "KV pages by state; the states sum to all pages that can be given out"
 BYTE_SECONDS = "ropeway_kv_byte_seconds"
 BYTE_SECONDS_HELP = "Bytes of KV pages times seconds held by requests (active) or kept for reuse (cached)"
@@ -94,8 +94,8 @@ READINGS = (
     Reading(
         POOL,
         POOL_HELP,
-        stat("resident_kv_bytes"),
-        extra=(("kind", "resident"),),
+        stat("written_kv_bytes"),
+        extra=(("kind", "written"),),
     ),
     Reading(PAGES, PAGES_HELP, stat("pages_free"), extra=(("state", "free"),)),
     Reading(PAGES, PAGES_HELP, stat("pages_active"), extra=(("state", "active"),)),

@@ -91,7 +91,7 @@ class SyntheticPool:
             "running": len(self.held),
             "waiting": 3,
             "pages": {"active": active, "cached": 0, "free": PAGES - active},
-            "bytes": {"active": active * PAGE_BYTES, "cached": 0, "resident": 0},
+            "bytes": {"active": active * PAGE_BYTES, "cached": 0, "written": 0},
             "prompt_tokens": self.serial * 100,
             "generation_tokens": self.serial * 50,
         }

@@ -159,11 +159,11 @@ def test_cache_config_info_has_an_integer_of_blocks() -> None:
 
 
 def test_bytes() -> None:
-    read = with_stats(resident_kv_bytes=99, rss_bytes=7)
-    predicted, allocated, resident = (
-        value(read, "ropeway_kv_pool_bytes", kind=kind) for kind in ("predicted", "allocated", "resident")
+    read = with_stats(written_kv_bytes=99, rss_bytes=7)
+    predicted, allocated, written = (
+        value(read, "ropeway_kv_pool_bytes", kind=kind) for kind in ("predicted", "allocated", "written")
     )
-    assert predicted == allocated == NUM_PAGES * 1024 and resident == 99
+    assert predicted == allocated == NUM_PAGES * 1024 and written == 99
     assert value(read, "ropeway_weights_bytes") == 4096
     assert value(read, "ropeway_process_resident_bytes", process="engine") == 7
     assert value(read, "ropeway_process_resident_bytes", process="http") > 1e6

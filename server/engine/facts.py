@@ -59,7 +59,7 @@ class EngineStats(NamedTuple):
     step_tokens: int = 0
     step_seconds: float = 0.0
     rss_bytes: int = 0
-    resident_kv_bytes: int = 0
+    written_kv_bytes: int = 0
     active_bytes: int = 0
     cached_bytes: int = 0
     now_ns: int = 0
@@ -115,5 +115,4 @@ class EngineInfo:
         return EngineStats(
             pages_free=sum(self.num_pages) - len(self.num_pages),
             rss_bytes=self.rss_bytes,
-            resident_kv_bytes=self.kv_bytes_resident,
         )

@@ -50,7 +50,7 @@ def engine_stats(
         step_tokens=plan.num_tokens,
         step_seconds=(now_ns - started_ns) / 1e9,
         rss_bytes=rss_bytes,
-        resident_kv_bytes=sum(pool.touched * pool.page_bytes for pool in pools),
+        written_kv_bytes=sum(pool.touched * pool.page_bytes for pool in pools),
         active_bytes=sum(pool.page_bytes * pool.num_active for pool in pools),
         cached_bytes=sum(pool.page_bytes * pool.num_cached for pool in pools),
         now_ns=now_ns,
