@@ -168,7 +168,7 @@ def test_a_damaged_tekken_is_refused(row: dict[str, Any], tmp_path: Path) -> Non
         tokenizer_file(write(tmp_path, json.dumps(value).encode()))
 
 
-def test_any_cut_of_a_sentencepiece_model_is_no_crash(shared_data: Path) -> None:
+def test_the_beginning_of_a_sentencepiece_model_is_none_and_no_crash(shared_data: Path) -> None:
     raw = (shared_data / "tokenizers" / "test_model.model").read_bytes()[:3000]
     for end in range(0, 3000, 7):
-        parse_model(raw[:end])
+        assert parse_model(raw[:end]) is None, end
